@@ -15,7 +15,7 @@ from typing import Any
 import surefoot
 from surefoot.errors import ConfigError, InputError, StoppedOnFinding
 from surefoot.launch.run_verb import DONE, run_verb, train_and_print
-from surefoot.system.console import check_output, print_json, protect_streams, say
+from surefoot.system.console import print_json, protect_streams, report_lost_output, say
 from surefoot.system.process import is_local_rank, is_rank, leave, own_stop_signals
 
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = _run_command(None)
     except SystemExit as end:  # argparse has printed its help or an error
         status = int(end.code or 0)
-    return check_output(status)
+    return report_lost_output(status)
 
 
 def _run_command(arguments: Sequence[str] | None) -> int:
@@ -242,7 +242,7 @@ def _run_doctor(arguments: argparse.Namespace) -> int:
         _show(report.as_dict(), report.as_text(), as_json=arguments.json)
         status = StoppedOnFinding.exit_status if report.has_failed else DONE
     return (
-        leave(check_output(status)) if is_local_rank() else status
+        leave(report_lost_output(status)) if is_local_rank() else status
     )  # a thread of a hanging check would keep this process alive
 
 

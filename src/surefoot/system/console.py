@@ -62,7 +62,7 @@ def protect_streams() -> None:
         setattr(sys, f"__{name}__", text)  # also marks the stream as protected
 
 
-def check_output(status: int) -> int:
+def report_lost_output(status: int) -> int:
     """Flush standard output at the end of a program and return its exit status: 1 instead of 0 if text was lost."""
     sys.stdout.flush()
     output = getattr(getattr(sys.stdout, "buffer", None), "raw", None)

@@ -223,7 +223,8 @@ def _run_step(job: LoopContext, state: TrainState, ready: _ReadyStep) -> TrainSt
         epoch=rows.epoch,
         warmup_end=end if state.step + 1 == config.warmup_steps else state.warmup_end,
     )
-    metrics = {**rows.about, **job.learner.objective.metrics}
+    objective = job.learner.objective
+    metrics = {**rows.about, **objective.metrics}
     job.emit(_build_step_event(job, state, result, metrics, learning_rate, step_time_s))
     job.check_step(state.step, metrics)
     counts = job.learner.objective.expert_counts
