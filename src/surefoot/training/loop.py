@@ -227,12 +227,10 @@ def _run_step(job: LoopContext, state: TrainState, ready: _ReadyStep) -> TrainSt
     metrics = {**rows.about, **objective.metrics}
     job.emit(_build_step_event(job, state, result, metrics, learning_rate, step_time_s))
     job.check_step(state.step, metrics)
-    counts = job.learner.objective.expert_counts
-    if counts is not None:
-        for used in job.expert_load_counter.add(
-            state.step, counts, job.learner.objective.counted_tokens(result.totals)
-        ):
-            job.emit(used)
+    if objective.expert_counts is not None:
+        num_tokens = objective.counted_tokens(result.totals)
+        for event in job.expert_load_counter.add(state.step, objective.expert_counts, num_tokens):
+            job.emit(event)
     return state
 
 

@@ -55,7 +55,7 @@ class MetricsFile:
             drop_lines_from(self._path, event.first_step, is_evaluation if event.evaluates_again else None)
             with raise_storage_error(self._path):
                 self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - closed at the end of the run
-        elif is_logged(event, self._every):
+        elif _has_logged_metrics(event, self._every):
             assert self._file is not None
             with raise_storage_error(self._path):
                 self._file.write(json.dumps(as_metrics(event)) + "\n")
@@ -117,9 +117,13 @@ def drop_lines_from(
         LOGGER.warning("%s: %d lines could not be read and are left out", path, num_damaged)
 
 
-def is_logged(event: Event, every: int) -> TypeGuard[StepEnded | Evaluated]:
-    """Return whether the metrics of an event are to be logged: evaluations, every so many steps and the last step."""
-    return isinstance(event, Evaluated) or (isinstance(event, StepEnded) and (event.step % every == 0 or event.is_last))
+def _is_logged_step(event: StepEnded, every: int) -> bool:
+    return event.step % every == 0 or event.is_last
+
+
+def _has_logged_metrics(event: Event, every: int) -> TypeGuard[StepEnded | Evaluated]:
+    """Return whether an event has metrics to log: each evaluation, each step of the interval, and the last step."""
+    return isinstance(event, Evaluated) or (isinstance(event, StepEnded) and _is_logged_step(event, every))
 
 
 class Screen:
@@ -152,7 +156,7 @@ class Screen:
                 f"training {event.trainable_parameters / 1e6:.2f} M of {event.all_parameters / 1e6:.1f} M parameters "
                 f"({share:.2%}), {steps}into {event.run_folder}"
             )
-        elif isinstance(event, StepEnded) and is_logged(event, self._every):
+        elif isinstance(event, StepEnded) and _is_logged_step(event, self._every):
             self._write(self._format_progress(event), end="\n" if event.is_last or not self._live else "")
         elif isinstance(event, Evaluated):
             name = next((metric for metric in ("eval_loss", "eval_reward") if metric in event.metrics), None)
@@ -218,7 +222,7 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(self._folder))
-        elif is_logged(event, self._every):
+        elif _has_logged_metrics(event, self._every):
             for name, value in _extract_scalars(event).items():
                 self._writer.add_scalar(f"train/{name}", value, event.step)
         elif isinstance(event, RunEnded) and self._writer is not None:
@@ -238,7 +242,7 @@ class Tracker:
         if isinstance(event, RunStarted):
             self._has_begun = True
             self._module.init(project="surefoot", name=self._name, config=dict(event.config))
-        elif is_logged(event, self._every):
+        elif _has_logged_metrics(event, self._every):
             self._module.log(
                 {f"train/{name}": value for name, value in _extract_scalars(event).items()}, step=event.step
             )
