@@ -76,35 +76,33 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_run_verbs(verbs: "argparse._SubParsersAction[_Parser]") -> None:
     """Add the verbs that take a run.yaml or write one."""
     train = verbs.add_parser(
-        "train", help="fine-tune as a YAML file says", epilog="`surefoot settings` lists all keys."
+        "train", help="fine-tune as described by a YAML file", epilog="`surefoot settings` lists all keys."
     )
     train.add_argument("config", help="run.yaml")
-    train.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="settings that win over the file")
+    train.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="settings that override the file")
     train.add_argument("--json", action="store_true", help="print the summary as one JSON object")
     train.set_defaults(verb=_run_train)
 
-    data = verbs.add_parser("data", help="show what a run's data are: format, counts, masks, what is odd about them")
+    data = verbs.add_parser("data", help="describe a run's data: format, counts, masks and findings")
     data.add_argument("config", help="run.yaml")
-    data.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="settings that win over the file")
+    data.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="settings that override the file")
     data.add_argument("--show", type=_parse_count, default=1, metavar="N", help="show the first N samples (default 1)")
     data.add_argument("--json", action="store_true", help="print the report as one JSON object")
     data.set_defaults(verb=_run_data)
 
     doctor = verbs.add_parser("doctor", help="check this machine, and a run on it, before the run starts")
     doctor.add_argument("config", nargs="?", help="run.yaml")
-    doctor.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="settings that win over the file")
-    doctor.add_argument(
-        "--deep", action="store_true", help="start the ranks and let them try network, devices and disk"
-    )
-    doctor.add_argument("--against", metavar="RUN", help="show what changed since that run, or since a --json output")
+    doctor.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="settings that override the file")
+    doctor.add_argument("--deep", action="store_true", help="start the ranks to test network, devices and disk")
+    doctor.add_argument("--against", metavar="RUN", help="list what changed since that run or --json output")
     doctor.add_argument("--json", action="store_true", help="print the machine and the checks as one JSON object")
     doctor.set_defaults(verb=_run_doctor)
 
-    plan = verbs.add_parser("plan", help="what memory and time a run will take, before it starts; and what would fit")
+    plan = verbs.add_parser("plan", help="forecast the memory and time of a run, and suggest settings that fit")
     plan.add_argument("config", help="run.yaml; of its model only config.json is read")
     plan.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value",
-        help="settings that win over the file; device=h200 nodes=2 for other machines, host_gib=512, price=2.5 an hour",
+        help="settings that override the file; device=h200 nodes=2 for other machines, host_gib=512, price=2.5 an hour",
     )  # fmt: skip
     plan.add_argument("--json", action="store_true", help="print the forecast as one JSON object")
     plan.set_defaults(verb=_run_plan)
@@ -112,8 +110,8 @@ def _add_run_verbs(verbs: "argparse._SubParsersAction[_Parser]") -> None:
     imported = verbs.add_parser(
         "import", help="write the run.yaml of a run of ms-swift, LLaMA-Factory, TRL, axolotl, or of a DeepSpeed JSON"
     )
-    imported.add_argument("--to", metavar="FILE", help="write it there instead of printing it; never over a file")
-    imported.add_argument("--json", action="store_true", help="print what was carried and what was not as JSON")
+    imported.add_argument("--to", metavar="FILE", help="write to a new FILE instead of printing")
+    imported.add_argument("--json", action="store_true", help="print the converted and the dropped settings as JSON")
     imported.add_argument(
         "source", nargs=argparse.REMAINDER, metavar="source", help="a .yaml, .json or .sh file, or a command line"
     )
@@ -126,15 +124,15 @@ def _add_run_verbs(verbs: "argparse._SubParsersAction[_Parser]") -> None:
 
 
 def _add_watching_verbs(verbs: "argparse._SubParsersAction[_Parser]") -> None:
-    """Add the verbs that look at runs, and the one that breaks some on purpose."""
-    explain = verbs.add_parser("explain", help="why a run stalled, died or leaked; or what a finding's code means")
+    """Add the verbs that diagnose runs, and the one that injects faults."""
+    explain = verbs.add_parser("explain", help="explain why a run stalled, died or leaked, or explain a finding code")
     explain.add_argument("what", help="a run folder, or a code such as SF104; without one, all codes", nargs="?")
     explain.add_argument("--json", action="store_true")
     explain.set_defaults(verb=_run_explain)
 
-    watch = verbs.add_parser("watch", help="a run live in the terminal: ranks, phases, speed, memory, findings")
+    watch = verbs.add_parser("watch", help="watch a run live in the terminal: ranks, phases, speed, memory, findings")
     watch.add_argument("run", help="a run folder")
-    watch.add_argument("--once", action="store_true", help="print what is known now, and end")
+    watch.add_argument("--once", action="store_true", help="print the current state and exit")
     watch.set_defaults(verb=_run_watch)
 
     report = verbs.add_parser(
@@ -143,14 +141,12 @@ def _add_watching_verbs(verbs: "argparse._SubParsersAction[_Parser]") -> None:
     report.add_argument("run", help="a run folder")
     report.set_defaults(verb=_run_report)
 
-    drill = verbs.add_parser(
-        "drill", help="break small runs on this machine for real, and see that each fault is named"
-    )
+    drill = verbs.add_parser("drill", help="inject faults into small runs and check that each is diagnosed")
     drill.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="settings of the runs, such as zero_stage=3"
     )
-    drill.add_argument("--kinds", default="", metavar="A,B", help="these faults only (default: all)")
-    drill.add_argument("--seeds", type=_parse_count, default=1, metavar="N", help="strike each N times (default 1)")
+    drill.add_argument("--kinds", default="", metavar="A,B", help="inject only these faults (default: all)")
+    drill.add_argument("--seeds", type=_parse_count, default=1, metavar="N", help="repeat each N times (default 1)")
     drill.add_argument("--json", action="store_true", help="print each outcome as one JSON object")
     drill.set_defaults(verb=_run_drill)
 
@@ -165,10 +161,10 @@ def _add_model_verbs(verbs: "argparse._SubParsersAction[_Parser]") -> None:
     export.add_argument("--json", action="store_true")
     export.set_defaults(verb=_run_export)
 
-    chat = verbs.add_parser("chat", help="talk to a model, or ask it one thing")
+    chat = verbs.add_parser("chat", help="chat with a model, or answer one prompt")
     chat.add_argument("model", help="a run folder, a model folder, a hub id or pypi:name==version")
-    chat.add_argument("--adapter", help="a PEFT adapter folder to put on the model")
-    chat.add_argument("--prompt", help="answer this and end, instead of a conversation")
+    chat.add_argument("--adapter", help="a PEFT adapter folder to load into the model")
+    chat.add_argument("--prompt", help="answer this prompt and exit")
     chat.add_argument("--system", help="the system message")
     chat.add_argument("--max-new-tokens", type=int, default=256)
     chat.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
@@ -324,7 +320,7 @@ def _run_drill(arguments: argparse.Namespace) -> int:
         _show(outcome.as_dict(), text, as_json=arguments.json)
         sys.stdout.flush()
     if not arguments.json:
-        print(f"{total - missed} of {total} faults were found and named")
+        print(f"{total - missed} of {total} faults were diagnosed")
     return StoppedOnFinding.exit_status if missed else DONE
 
 

@@ -264,12 +264,16 @@ def _find_newest_and_set_aside(folder: Path) -> Resume:
             f"{folder}: all {len(findings)} checkpoints are damaged; the newest: {findings[0].cause}. "
             "Nothing was touched. Set overwrite_output_dir: true to start anew."
         )
-    for finding in findings:
-        path = Path(finding.evidence["checkpoint"])
-        path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
-    if findings:
-        sync(folder / "checkpoints")
+    _set_aside([Path(finding.evidence["checkpoint"]) for finding in findings], "damaged")
     return Resume(newest, findings)
+
+
+def _set_aside(checkpoints: list[Path], reason: str) -> None:
+    """Rename checkpoints, so that they are neither counted nor found again."""
+    for path in checkpoints:
+        path.rename(path.with_name(f"{reason}-{path.name}-{time.time_ns()}"))
+    if checkpoints:
+        sync(checkpoints[0].parent)
 
 
 def set_aside_after(run_folder: Path, step: int) -> list[str]:
@@ -278,10 +282,7 @@ def set_aside_after(run_folder: Path, step: int) -> list[str]:
     They are neither counted nor found again: they would be taken for newer than the checkpoints from now on.
     """
     later = [path for path in list_checkpoints(run_folder) if step_of(path) > step]
-    for path in later:
-        path.rename(path.with_name(f"left-{path.name}-{time.time_ns()}"))
-    if later:
-        sync(run_folder / "checkpoints")
+    _set_aside(later, "left")
     return [path.name for path in later]
 
 
