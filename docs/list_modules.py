@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "surefoot"
 ROOMS = (
-    "config data models distributed methods methods/grpo methods/grpo/engines training launch diagnostics "
+    "config data models models/quantization distributed methods methods/grpo methods/grpo/engines training launch diagnostics "
     "diagnostics/monitor diagnostics/rules diagnostics/preflight diagnostics/selftest diagnostics/report planner "
     "migrate integrations system findings"
 ).split()

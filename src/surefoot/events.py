@@ -132,25 +132,33 @@ class RunEnded:
 
 Phase = Literal[
     "load",
-    "tokenise",
-    "wait for data",
+    "tokenize",
+    "data_wait",
     "forward",
     "backward",
-    "communicate",
+    "collectives",
     "optimizer",
     "save",
     "evaluate",
     "export",
-    "forward and backward",
+    "forward_backward",
     "rollout",
     "reward",
     "sync",
-    "wait for completions",
+    "rollout_wait",
     "launch",
 ]
 """Phases of a rank, as its program sees them. On CUDA the device may still run the work of an earlier phase; the end of
-`backward` waits for it. `forward and backward` is for trainers that do not separate the two; `launch` lasts until
+`backward` waits for it. `forward_backward` is for trainers that do not separate the two; `launch` lasts until
 all ranks have joined."""
+FORMER_PHASES: dict[str, Phase] = {
+    "tokenise": "tokenize",
+    "wait for data": "data_wait",
+    "communicate": "collectives",
+    "forward and backward": "forward_backward",
+    "wait for completions": "rollout_wait",
+}
+"""Former names of phases, in files of older runs, with the present ones."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -383,3 +383,8 @@ def test_null_is_the_default_method(tmp_path: Path) -> None:
 def test_a_saved_config_with_a_key_that_is_no_text_is_none() -> None:
     with pytest.raises(ValueError, match="no text"):
         read_saved({"model": "m", True: "true"})  # type: ignore[dict-item]
+
+
+def test_phases_are_known_by_their_former_names_too(tmp_path: Path) -> None:
+    run = load(tmp_path, "phase_timeout_s: {wait for data: 5, communicate: 6, tokenise: 7, save: 8}\n")
+    assert run.phase_timeout_s == {"data_wait": 5, "collectives": 6, "tokenize": 7, "save": 8}

@@ -12,6 +12,7 @@ from datasets import Dataset
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
+from surefoot.distributed.parallel_dims import Layout
 from surefoot.methods.base import BatchTotals
 from surefoot.methods.grpo.advantage import Trained, token_weights
 from surefoot.methods.grpo.batch import Trajectory, policy_batches
@@ -20,6 +21,7 @@ from surefoot.methods.grpo.settings import GrpoConfig
 from surefoot.models.build import build_model
 
 MAX_LENGTH = 9
+ONE_RANK = Layout(size=1, zero_stage=0, dp_replicate=1, expert_parallel=1, offload=False)
 TEMPERATURE = 0.7
 TOLERANCE = 1e-5
 LEFT_OUT = 2
@@ -105,14 +107,16 @@ def test_the_gradient_is_that_of_trl(
     weights = token_weights(loss_type, trained, MAX_LENGTH)
     for number, (one, weight) in enumerate(zip(rows, weights, strict=True)):
         one.weight, one.rollout_logprobs = weight, [0.0] * len(one.ids)
-        (alone,) = policy_batches([one], 1, share_prompts=False)
+        (alone,) = policy_batches([one], 1, share_prompts=False, layout=ONE_RANK)
         with torch.no_grad():
             own = objective._logprobs(alone)[0].tolist()
         one.old_logprobs, one.reference_logprobs = near(own, 0.5, number), near(own, 1.0, number + 10)
         one.rollout_logprobs = near(one.old_logprobs, 0.3, number + 20)
 
     total = torch.zeros(())
-    for batch in policy_batches(rows, 4, share_prompts=share_prompts):  # 4 of 6: the second group is cut
+    for batch in policy_batches(
+        rows, 4, share_prompts=share_prompts, layout=ONE_RANK
+    ):  # 4 of 6: the second group is cut
         loss = objective.loss(batch, BatchTotals(0, 0, 0.0)).total
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()

@@ -63,9 +63,9 @@ def test_evaluations_and_saves_after_an_epoch_are_phases_of_their_own(
 ) -> None:
     trainer().train()
     found = read_history(tmp_path / "out").entries
-    step = ["wait for data", "forward and backward", "optimizer"]
+    step = ["data_wait", "forward_backward", "optimizer"]
     first, second = (
-        [*step * 3, "wait for data", "evaluate", "save"],
+        [*step * 3, "data_wait", "evaluate", "save"],
         [*step * 3, "export", "evaluate", "save", "export"],
     )
     assert phases(found) == [*first, *second]

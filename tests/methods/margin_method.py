@@ -82,7 +82,7 @@ class Margin(Method):
 
     def batches(self, position: Position, step: int, epoch: float) -> tuple[StepBatch, list[MicroBatch]]:  # noqa: ARG002
         """Return samples in the order of the data, and tell the objective their labels. Raises: DataError."""
-        with self.context.phase("wait for data"):
+        with self.context.phase("data_wait"):
             batch, micro_batches = self.context.data.batches(position)
         train, column = self.context.data.train, self._settings.label_column
         self._objective.labels = {}

@@ -93,7 +93,7 @@ def test_a_batch_of_another_step_is_not_blamed() -> None:
     """Other trainers tell of a batch at the end of its step."""
     history = [Entry(0, 1, 70, 0.0, "batch", "", step, {"tokens": 8.0}) for step in (1, 2, 3)]
     history += [Entry(0, 1, 70, 0.0, "batch", "", 4, {"tokens": 40.0}), Entry(0, 1, 70, 0.0, "step", "", 4, {})]
-    history.append(Entry(0, 1, 70, 0.0, "phase began", "forward and backward", 5, {}))
+    history.append(Entry(0, 1, 70, 0.0, "phase began", "forward_backward", 5, {}))
     finding = find_death(0, KILLED, for_memory=True, history=history)
     assert "tokens" not in finding.cause
 

@@ -17,7 +17,7 @@ from surefoot.errors import InputError
 from surefoot.events import PhaseBegan, PhaseEnded, RunEnded, RunStarted, StepEnded
 from tests.support.processes import training_process
 
-STEP = ["wait for data", "communicate", "forward", "backward", "communicate", "optimizer"]
+STEP = ["data_wait", "collectives", "forward", "backward", "collectives", "optimizer"]
 """In `backward` the device is waited for, before anything is communicated."""
 
 
@@ -36,7 +36,7 @@ def test_a_run_says_what_it_did_in_order(settings: dict[str, Any]) -> None:
         elif entry.kind == "phase ended":
             assert open_phases.pop() == entry.phase
     assert open_phases == []
-    assert set(began(found, 0)) == {"launch", "load", "tokenise"}
+    assert set(began(found, 0)) == {"launch", "load", "tokenize"}
     in_order = [phase for phase, after in pairwise([*began(found, 1), ""]) if phase != after]
     assert in_order == STEP
     assert "save" in began(found, 2)

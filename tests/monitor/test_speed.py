@@ -22,12 +22,12 @@ from surefoot.diagnostics.rules.speed import (
     share_of_steps,
 )
 
-SOUND = {"wait for data": 0.02, "forward": 0.4, "backward": 0.5, "communicate": 0.05, "optimizer": 0.03}
+SOUND = {"data_wait": 0.02, "forward": 0.4, "backward": 0.5, "collectives": 0.05, "optimizer": 0.03}
 TakesS = Callable[[int, str], float]
 
 
 def takes(**more_s: float) -> TakesS:
-    return lambda _, phase: SOUND[phase] + more_s.get(phase.replace(" ", "_"), 0.0)
+    return lambda _, phase: SOUND[phase] + more_s.get(phase, 0.0)
 
 
 def times(
@@ -71,24 +71,24 @@ def test_padding_is_named_with_what_it_takes() -> None:
     assert codes(times(takes(), padding=20.0)) == []
     assert codes(times(takes(optimizer=3.0), padding=60.0)) == [], "little of a step depends on its tokens"
     assert codes(times(takes(), padding=100.0, tokens=lambda _: 0.0)) == [], "nothing is known"
-    assert codes(times(takes(wait_for_data=0.5), padding=60.0)) == ["SF302", "SF311"]
+    assert codes(times(takes(data_wait=0.5), padding=60.0)) == ["SF302", "SF311"]
 
 
 def test_data_that_are_waited_for_are_named_with_their_rank() -> None:
-    (finding,) = find_slow({0: times(takes()), 1: times(takes(wait_for_data=0.5))})
+    (finding,) = find_slow({0: times(takes()), 1: times(takes(data_wait=0.5))})
     assert (finding.code, finding.evidence["rank"]) == ("SF302", 1)
     assert " 35% " in finding.cause
 
 
 def test_one_long_wait_is_no_slowness() -> None:
-    assert codes(times(lambda step, phase: SOUND[phase] + 30.0 * (step == 50 and phase == "wait for data"))) == []
-    assert codes(times(takes(wait_for_data=5.0), steps=20)) == [], "too few steps"
-    fast = times(lambda _, phase: SOUND[phase] / 100 + 0.01 * (phase == "wait for data"))
+    assert codes(times(lambda step, phase: SOUND[phase] + 30.0 * (step == 50 and phase == "data_wait"))) == []
+    assert codes(times(takes(data_wait=5.0), steps=20)) == [], "too few steps"
+    fast = times(lambda _, phase: SOUND[phase] / 100 + 0.01 * (phase == "data_wait"))
     assert codes(fast) == [], "two thirds of a second in all"
 
 
 def test_communication_is_the_cause_where_all_ranks_spend_their_time_there() -> None:
-    waiting = times(takes(communicate=2.0))
+    waiting = times(takes(collectives=2.0))
     assert codes(waiting, waiting) == ["SF304"]
     assert codes(waiting, times(takes(forward=2.0))) == [], "one of them comes late"
     assert codes(waiting) == [], "one rank talks to no one"
@@ -97,7 +97,7 @@ def test_communication_is_the_cause_where_all_ranks_spend_their_time_there() -> 
 def test_garbage_collection_and_throttling_are_named() -> None:
     assert codes(times(takes(), garbage_s=0.2)) == ["SF305"]
     assert codes(times(takes(), garbage_s=0.02)) == []
-    assert codes(times(takes(wait_for_data=0.5)), throttled=0.9) == ["SF306"], "the rest is its consequence"
+    assert codes(times(takes(data_wait=0.5)), throttled=0.9) == ["SF306"], "the rest is its consequence"
 
 
 def test_steps_that_become_slower_are_named_with_the_phase() -> None:
@@ -129,7 +129,7 @@ def test_steps_that_wait_for_cores_are_told_from_those_that_do_more() -> None:
 
 def test_ranks_without_cores_are_not_said_to_communicate() -> None:
     def waiting(in_line_s: float) -> RankTimes:
-        return times(takes(communicate=2.0), in_line_s=lambda _: in_line_s)
+        return times(takes(collectives=2.0), in_line_s=lambda _: in_line_s)
 
     assert codes(waiting(0.5), waiting(0.5)) == ["SF304"]
     assert codes(waiting(0.5), waiting(1.5)) == []
@@ -155,8 +155,8 @@ def test_a_history_is_judged_by_the_newest_start_of_each_rank() -> None:
         for step in range(1, 61):
             for kind, phase, after_s, values in (
                 ("batch", "", 0.0, {"tokens": 10.0}),
-                ("phase began", "wait for data", 0.0, {}),
-                ("phase ended", "wait for data", wait_s, {}),
+                ("phase began", "data_wait", 0.0, {}),
+                ("phase ended", "data_wait", wait_s, {}),
                 ("step", "", 0.5, {"step_time_s": 0.5 + wait_s, "garbage_s": 0.0}),
             ):
                 now += after_s
@@ -261,13 +261,13 @@ def test_the_share_of_phases_in_the_newest_steps() -> None:
 def test_a_cause_of_its_own_is_seen_before_there_are_steps_enough_for_a_finding() -> None:
     assert not has_own_cause(times(takes(), steps=10))
     assert has_own_cause(times(takes(), steps=10, garbage_s=0.3))
-    assert has_own_cause(times(takes(wait_for_data=0.5), steps=10))
+    assert has_own_cause(times(takes(data_wait=0.5), steps=10))
     assert not has_own_cause(RankTimes())
 
 
 def test_ranks_that_compute_nothing_wait_for_the_network() -> None:
     ranks = {rank: times(takes()) for rank in range(3)}
-    shares = sum(SOUND.get(phase, 0.0) for phase in ("forward", "backward", "communicate")) / sum(SOUND.values())
+    shares = sum(SOUND.get(phase, 0.0) for phase in ("forward", "backward", "collectives")) / sum(SOUND.values())
     assert shares > 0.8
     idle: dict[int, float | None] = dict.fromkeys(ranks, 0.05)
     finding = find_idle_ranks(ranks, idle)
@@ -276,7 +276,5 @@ def test_ranks_that_compute_nothing_wait_for_the_network() -> None:
     assert find_idle_ranks(ranks, {**idle, 1: 0.9}) is None, "one of them computes"
     assert find_idle_ranks(ranks, {**idle, 1: None}) is None, "not known yet"
     assert find_idle_ranks({0: ranks[0]}, {0: 0.05}) is None
-    waiting = {
-        rank: times(lambda _, phase: SOUND[phase] * (20 if phase == "wait for data" else 1)) for rank in range(2)
-    }
+    waiting = {rank: times(lambda _, phase: SOUND[phase] * (20 if phase == "data_wait" else 1)) for rank in range(2)}
     assert find_idle_ranks(waiting, dict.fromkeys(waiting, 0.05)) is None

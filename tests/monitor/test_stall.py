@@ -104,7 +104,7 @@ def test_one_rank_alone_says_at_which_line_it_stands() -> None:
     finding = find_stall(evidence)
     assert finding.code == "SF106"
     assert "in _sleep" in finding.cause
-    assert find_stall(alter(evidence, phase="wait for data")).code == "SF107"
+    assert find_stall(alter(evidence, phase="data_wait")).code == "SF107"
     assert find_stall(alter(evidence, syscall="futex")).code == "SF109"
 
 

@@ -70,11 +70,11 @@ from surefoot.events import PhaseBegan, PhaseEnded, StepEnded
 from surefoot.diagnostics.monitor.event_log import Recorder
 recorder = Recorder(Path(sys.argv[1]), 0)
 for step in range(1, 6):
-    recorder.observe(PhaseBegan(0, step, 'forward and backward'))
-    recorder.observe(PhaseEnded(0, step, 'forward and backward'))
+    recorder.observe(PhaseBegan(0, step, 'forward_backward'))
+    recorder.observe(PhaseEnded(0, step, 'forward_backward'))
     took_s = 2.0 if step == 1 else 0.01
     recorder.observe(StepEnded(step, 9, False, 0.0, 1.0, 1.0, 1e-4, 1, 1, 1.0, took_s, 0))
-recorder.observe(PhaseBegan(0, 6, 'forward and backward'))
+recorder.observe(PhaseBegan(0, 6, 'forward_backward'))
 print('quiet', flush=True)
 time.sleep(600)
 """

@@ -88,7 +88,7 @@ _NO_TENSOR_PARALLEL = (
 INSTEAD: dict[str, str] = {
     **dict.fromkeys(
         ["load_in_4bit", "load_in_8bit", "quantization_bit", "bnb_4bit_quant_type"],
-        "weights are not quantised here; `surefoot plan` says what they take in bfloat16",
+        "quantized weights are not supported yet; `surefoot plan` forecasts their memory in bfloat16",
     ),
     **dict.fromkeys(["optim", "optimizer"], "AdamW is the optimizer; drop it"),
     **dict.fromkeys(
@@ -101,8 +101,8 @@ INSTEAD: dict[str, str] = {
     "dataloader_num_workers": "samples are prepared by dataset_num_proc processes, and batches need none; drop it",
     "assistant_only_loss": "train_on: assistant, which is the default",
     **dict.fromkeys(["save_strategy", "logging_strategy"], "save_steps and logging_steps say when"),
-    **dict.fromkeys(["eval_strategy", "evaluation_strategy"], "eval_steps says when, eval_dataset whether"),
-    **dict.fromkeys(["run_name", "logging_dir"], "a run is called by its output_dir, and everything lies there"),
+    **dict.fromkeys(["eval_strategy", "evaluation_strategy"], "eval_dataset turns evaluation on, eval_steps sets when"),
+    **dict.fromkeys(["run_name", "logging_dir"], "output_dir names the run and holds all of its files"),
     "push_to_hub": "nothing is sent anywhere; upload the artifact yourself",
     "neftune_noise_alpha": "there is no noise on embeddings here",
     "early_stopping_patience": "there is no early stopping here: watch eval_loss, and stop with Ctrl-C, which saves",

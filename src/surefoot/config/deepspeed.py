@@ -135,7 +135,7 @@ def _check_batch_sizes(entries: Mapping[str, Any], source: str) -> None:
     assert isinstance(accumulation, int)
     if global_batch % (micro * accumulation):
         raise ConfigError(
-            f"train_batch_size={global_batch} is no multiple of train_micro_batch_size_per_gpu={micro} x "
+            f"train_batch_size={global_batch} is not a multiple of train_micro_batch_size_per_gpu={micro} x "
             f"gradient_accumulation_steps={accumulation} = {micro * accumulation}, so no number of ranks makes them "
             f"agree. Keep train_batch_size and set gradient_accumulation_steps: auto ({source})."
         )

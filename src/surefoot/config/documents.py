@@ -77,7 +77,7 @@ class _Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """Construct a value. Raises: _Refused for any exception of Python's constructors."""
         if node in self.recursive_objects:
-            raise _Refused("an alias stands inside what it stands for. Write the value out", node.start_mark)
+            raise _Refused("an alias refers to a value that contains it. Write the value out", node.start_mark)
         try:
             value = super().construct_object(node, deep=deep)
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
@@ -100,7 +100,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else None
             if name in keys:
-                raise _Refused(f"the key {shorten(key.value)} stands here twice. Keep one", key.start_mark)
+                raise _Refused(f"the key {shorten(key.value)} is set twice. Keep one", key.start_mark)
             if name is not None and key.tag != "tag:yaml.org,2002:merge":
                 keys.add(name)
         values: dict[Any, Any] = super().construct_mapping(node, deep=deep)  # type: ignore[arg-type]

@@ -174,9 +174,9 @@ class _Settings:
         ]
         changing = [entry for entry in self._leftover if CHANGES_TRAINING.match(entry)]
         if changing:
-            notes.append(f"DeepSpeed's that would train differently, and is NOT done here: {', '.join(changing)}")
+            notes.append(f"DeepSpeed settings that would change training, and are NOT applied: {', '.join(changing)}")
         if rest := [entry for entry in self._leftover if entry not in changing]:
-            notes.append(f"DeepSpeed's without counterpart here, and left out: {', '.join(rest)}")
+            notes.append(f"DeepSpeed settings without a counterpart, ignored: {', '.join(rest)}")
         return notes
 
     def add(self, key: str, setting: _Setting, *, replace: bool) -> None:

@@ -33,7 +33,7 @@ def resolve(loaded: LoadedConfig, num_ranks: int) -> LoadedConfig:
     if setting is not None and size % run.sequences_per_row:
         raise ConfigError(
             f"a step has {size} sequences (per_device_train_batch_size x gradient_accumulation_steps x ranks), which "
-            f"is no multiple of {setting}={run.sequences_per_row}. Set global_batch_size "
+            f"is not a multiple of {setting}={run.sequences_per_row}. Set global_batch_size "
             f"({loaded.where(setting, 'per_device_train_batch_size')})."
         )
     values = {"device": device, "dtype": dtype, "global_batch_size": size, "gradient_accumulation_steps": None}

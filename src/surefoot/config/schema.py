@@ -11,15 +11,20 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from surefoot.events import Phase
+from surefoot.events import FORMER_PHASES, Phase
 
 DatasetFormat = Literal["auto", "messages", "sharegpt", "alpaca", "query_response", "prompt_completion", "text"]
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 T = TypeVar("T")
 EPSILON = 1e-9
 """Tolerance of the finished share of a run: 10 x 0.1 is not exactly 1."""
+
+
+def _current_phase(name: object) -> object:
+    """Return the present name of a phase that older configs know by a former one."""
+    return FORMER_PHASES.get(name, name) if isinstance(name, str) else name
 
 
 class MayDiffer(Enum):
@@ -241,16 +246,16 @@ class RunConfig(BaseModel):
     health: Free[bool] = True
     """Whether to record what each rank does, and to diagnose stalls, leaks and slowness from a separate process."""
     on_stall: Free[Literal["report", "stop", "restart"]] = "report"
-    """What to do with a run that stands still for `stall_timeout_s`: only name the cause, end it with exit status 3, or
-    end it and start it again from the newest checkpoint (at most `max_restarts` times, once if that is 0)."""
+    """What to do with a run that makes no progress for `stall_timeout_s`: only name the cause, end it with exit status 3,
+    or end it and restart it from the newest checkpoint (at most `max_restarts` times, once if that is 0)."""
     stall_timeout_s: Free[float] = Field(default=300.0, gt=0)
     """Seconds between the diagnosis of a stall and the action of `on_stall`."""
-    phase_timeout_s: Free[dict[Phase, Annotated[float, Field(gt=0)]]] = {}
+    phase_timeout_s: Free[dict[Annotated[Phase, BeforeValidator(_current_phase)], Annotated[float, Field(gt=0)]]] = {}
     """Seconds without a sign of life after which a phase is taken for a stall, whatever its rank does, instead of a
-    limit from the run's own history: `{save: 900}`. Phases: load, tokenise, wait for data, forward, ..."""
+    limit from the run's own history: `{save: 900}`. Phases: load, tokenize, data_wait, forward, ..."""
     webhook: Free[str | None] = Field(default=None, pattern=r"^\$[A-Za-z_]\w*$")
-    """`$NAME` of an environment variable with an address that findings are posted to as well (it is a secret, so it
-    stands in no file). Slack, Mattermost, Feishu, DingTalk and WeCom are told apart by it; others get JSON."""
+    """`$NAME` of an environment variable with an address that findings are posted to as well (it is a secret, so no
+    file contains it). Slack, Mattermost, Feishu, DingTalk and WeCom are recognised by their address; others get JSON."""
     zero_stage: FreeOnResume[Literal[0, 1, 2, 3]] = 2
     """How training state is spread over ranks: 0 not at all, 1 optimizer, 2 and gradients, 3 and parameters."""
     offload: FreeOnResume[Literal["cpu"] | None] = None

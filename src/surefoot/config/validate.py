@@ -36,7 +36,7 @@ def _check_ranks(run: RunConfig) -> Iterator[Contradiction]:
             )
     if run.nnodes > 1 and not run.rdzv_endpoint:
         yield Contradiction(
-            f"nnodes={run.nnodes} without rdzv_endpoint: the machines have no place to meet. Give host:port of the "
+            f"nnodes={run.nnodes} without rdzv_endpoint: the machines have no rendezvous address. Give host:port of the "
             "first one, for example rdzv_endpoint: node0:29500",
             "nnodes",
         )
@@ -99,7 +99,7 @@ def _check_json(run: RunConfig) -> Iterator[Contradiction]:
             is_same = False
         if not is_same:
             yield Contradiction(
-                f"{name}={value!s:.80} holds values that are no JSON, or keys that are no text. Quote them: YAML reads "
+                f"{name}={value!s:.80} holds values that JSON does not have, or keys that are not text. Quote them: YAML reads "
                 "2024-01-01 as a date",
                 name,
             )

@@ -17,7 +17,7 @@ OF_THE_RUN = {
     "--max-loras": "the newest adapter is there before the one before it goes",
     "--no-enable-lora": "adapters are what the server is sent",
     "--uds": "the run reaches the server over a port",
-    "--config": "what it says could not be compared with the run. Give its arguments one by one",
+    "--config": "its contents could not be compared with the run's settings. Give its arguments one by one",
 }
 """Arguments that follow from the run -> why another value would break it."""
 UNITS = {"k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}

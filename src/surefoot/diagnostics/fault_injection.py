@@ -281,19 +281,19 @@ FAULTS: dict[str, Fault] = {
     "left": Fault("exit with status 3, without a word", "optimizer", _exit_with_error, "SF101"),
     "left-quietly": Fault("exit with status 0, before the end", "optimizer", _exit_with_success, "SF101"),
     "stopped": Fault("SIGSTOP", "forward", _send_signal(signal.SIGSTOP), "SF102"),
-    "stopped-in-collective": Fault("SIGSTOP before a collective", "communicate", _send_signal(signal.SIGSTOP), "SF102"),
+    "stopped-in-collective": Fault("SIGSTOP before a collective", "collectives", _send_signal(signal.SIGSTOP), "SF102"),
     "sleeping": Fault("a sleep in the forward", "forward", _sleep, "SF106"),
     "sleeping-backward": Fault("a sleep in the backward", "backward", _sleep, "SF106"),
     "sleeping-optimizer": Fault("a sleep in the optimizer", "optimizer", _sleep, "SF106"),
     "sleeping-save": Fault("a save that does not end", "save", _sleep, "SF106"),
     "spinning": Fault("a loop that does not end", "forward", _loop_forever, "SF106"),
-    "data-asleep": Fault("data that do not come", "wait for data", _sleep, "SF107"),
-    "data-blocked": Fault("a file system that does not answer", "wait for data", _block_on_pipe, "SF107"),
+    "data-asleep": Fault("data that do not come", "data_wait", _sleep, "SF107"),
+    "data-blocked": Fault("a file system that does not answer", "data_wait", _block_on_pipe, "SF107"),
     "locked": Fault("a lock taken twice", "forward", _acquire_lock_twice, "SF109"),
     "dead-thread": Fault("a queue that no thread fills", "forward", _wait_for_dead_thread, "SF109"),
     "gil-held": Fault("native code that keeps Python's lock", "forward", _hold_gil, "SF109"),
     "extra-collective": Fault("a collective on one rank only", "forward", _call_extra_collective, "SF104"),
-    "skipped-collective": Fault("a collective left out on one rank", "communicate", _skip_collective, "SF105"),
+    "skipped-collective": Fault("a collective left out on one rank", "collectives", _skip_collective, "SF105"),
     "other-kind": Fault("another collective on one rank", "forward", _change_collective, "SF104", False, on_all=True),
     "other-size": Fault("another size on one rank", "forward", _change_size, "SF104", False, on_all=True),
     "other-order": Fault(
@@ -313,7 +313,7 @@ FAULTS: dict[str, Fault] = {
     "out-of-memory": Fault(
         "memory up to the limit of the cgroup", "forward", _exhaust_memory, "SF201", needs_limits=True
     ),
-    "slow-data": Fault("data that take half a second", "wait for data", _delay, "SF302", in_each_step=True),
+    "slow-data": Fault("data that take half a second", "data_wait", _delay, "SF302", in_each_step=True),
     "straggler": Fault("a rank that is slow", "forward", _delay, "SF303", in_each_step=True),
     "garbage": Fault("a step that makes many objects", "optimizer", _make_garbage, "SF305", in_each_step=True),
     "throttled": Fault(

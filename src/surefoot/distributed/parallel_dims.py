@@ -29,11 +29,23 @@ class Layout:
     dp_replicate: int
     expert_parallel: int
     offload: bool
+    rank: int = 0
+    """Rank of this process; the sizes do not depend on it."""
 
     @property
     def is_sharded(self) -> bool:
         """Whether the model is sharded at all; a single rank counts, so that its state can be offloaded."""
         return self.size > 1 or self.offload
+
+    @property
+    def data_rank(self) -> int:
+        """Data-parallel rank of this process: which part of each global batch it trains on."""
+        return self.rank
+
+    @property
+    def data_size(self) -> int:
+        """Number of data-parallel ranks; today every rank is one."""
+        return self.dp_replicate * self.fsdp
 
     @property
     def fsdp(self) -> int:
@@ -47,8 +59,10 @@ class Layout:
         return max(n for n in range(1, most + 1) if most % n == 0 and -(-each // n) * (n - 1) < each)
 
     @staticmethod
-    def of(config: RunConfig, size: int, where: Callable[..., str] = lambda *_: "run.yaml") -> "Layout":
-        """Return the layout that a config requests on `size` ranks.
+    def of(
+        config: RunConfig, size: int, where: Callable[..., str] = lambda *_: "run.yaml", *, rank: int = 0
+    ) -> "Layout":
+        """Return the layout that a config requests on `size` ranks, as `rank` sees it.
 
         `where`: the place of some settings, for errors. Raises: ConfigError if the sizes do not divide.
         """
@@ -96,6 +110,7 @@ class Layout:
             dp_replicate=size if config.zero_stage == 0 else replicate,
             expert_parallel=expert_parallel,
             offload=config.offload is not None,
+            rank=rank,
         )
 
 

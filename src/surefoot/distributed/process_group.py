@@ -170,7 +170,7 @@ def init_distributed(device_type: str, *, alone_too: bool = False) -> Iterator[W
     backend = "nccl" if device_type == "cuda" else "gloo"
     size = launcher_number("WORLD_SIZE", default=1)
     if size < 1:
-        raise ConfigError("WORLD_SIZE=0 is no number of ranks. Unset it, or start ranks with a launcher.")
+        raise ConfigError("WORLD_SIZE=0: a run has at least one rank. Unset it, or start ranks with a launcher.")
     with kept_on_this_machine(is_needed=is_one_machine(size)):
         if size > 1:
             with _join_other_ranks(backend, size) as ranks:
@@ -192,7 +192,7 @@ def _join_other_ranks(backend: str, size: int) -> Iterator[World]:
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ConfigError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']} says that this process is a rank, but {', '.join(missing)} is not "
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} marks this process as a rank, but {', '.join(missing)} is not "
             "set. Start ranks with nproc_per_node, torchrun, or as the SLURM example does; where a pod has RANK and "
             "WORLD_SIZE of its own, unset them."
         )

@@ -240,7 +240,7 @@ class ManyMachines(_Rendezvous):
                     raise ConfigError(self._describe_not_started(self._describe_wrong_secret())) from error
             except TimeoutError as error:  # a silent connection: another service, or a launcher that is busy
                 if waited_s > SILENT_WITHIN_S and can_connect(self._host, self._port):
-                    raise ConfigError(self._describe_no_rendezvous(f"it says nothing for {waited_s:.0f} s")) from error
+                    raise ConfigError(self._describe_no_rendezvous(f"it sends nothing for {waited_s:.0f} s")) from error
             except (EOFError, OSError) as error:
                 problem = f"nobody serves the rendezvous ({error})"
             self._serve_if_possible()  # the launcher that had the port may have ended
@@ -306,7 +306,7 @@ class ManyMachines(_Rendezvous):
 
     def _describe_no_rendezvous(self, reason: str) -> str:
         return (
-            f"rdzv_endpoint={self._endpoint}: what accepts connections there is not the rendezvous of a run: {reason}. "
+            f"rdzv_endpoint={self._endpoint}: the program that listens there is not the rendezvous of a run: {reason}. "
             "Choose a free port."
         )
 

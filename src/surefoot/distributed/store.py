@@ -90,7 +90,7 @@ def rendezvous(rank: int, size: int) -> Any:
 @contextmanager
 def connecting(rank: int, backend: str) -> Iterator[None]:
     """Report on rank 0 if the ranks, which have all arrived, are not connected soon (SF108)."""
-    cause = f"all ranks are there, and {backend} has not connected them after {LATE.total_seconds():.0f} s"
+    cause = f"all ranks have joined, but {backend} has not connected them after {LATE.total_seconds():.0f} s"
     finding = Finding(
         "SF108", cause, {"host": socket.gethostname(), **_read_interface_variables()}, CATALOGUE["SF108"].fix, 0.7
     )
@@ -116,14 +116,14 @@ def _build_absent_finding(store: Any, absent: list[int], present: list[int], wai
     who = f"ranks {names}" if len(absent) > 1 else f"rank {names}"
     return Finding(
         "SF111",
-        f"{who} of {len(absent) + len(present)} did not come within {waited_s:.0f} s after the others began",
+        f"{who} of {len(absent) + len(present)} did not join within {waited_s:.0f} s after the others began",
         {
             "rank": absent[0],
             "absent": names,
             "there": "; ".join(f"{host}: {', '.join(ranks)}" for host, ranks in hosts.items()),
             "waited_s": round(waited_s),
         },
-        "Look at what that process does: was it started, on which machine, can torch be imported there (a hung file "
+        "Inspect that process: was it started, on which machine, can torch be imported there (a hung file "
         "system), do all machines have the same nnodes and rdzv_endpoint?",
     )
 
@@ -132,7 +132,7 @@ def _build_no_store_finding(rank: int, error: RuntimeError) -> Finding:
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     return Finding(
         "SF111",
-        f"rank {rank} finds nobody at {address}, where rank 0 or its launcher should be",
+        f"rank {rank} cannot reach the store at {address}, where rank 0 or its launcher should be",
         {"rank": rank, "host": socket.gethostname(), "address": address, "error": str(error).splitlines()[0]},
         "Was rank 0 started? Is its machine reached from here by that name (MASTER_ADDR), and the port not blocked? "
         "Rank 0 listens on the interface of MASTER_ADDR alone: on its own machine that name must not be a loopback "

@@ -13,7 +13,7 @@ PAGES = {
     "SF302": Page(
         "warning",
         "steps wait for their data",
-        "In nearly every step a rank spends a quarter of the time or more in the phase `wait for data`.",
+        "In nearly every step a rank spends a quarter of the time or more in the phase `data_wait`.",
         "Look at the storage of the data and of the cache; raise dataset_num_proc while they are being prepared.",
         ("oumi-ai/oumi#646",),
     ),
@@ -27,7 +27,7 @@ PAGES = {
     "SF304": Page(
         "warning",
         "most of the time goes into communication",
-        "In nearly every step every rank spends half of the time or more in the phase `communicate`, so none of them "
+        "In nearly every step every rank spends half of the time or more in the phase `collectives`, so none of them "
         "is the cause; or, on a CPU, all are in forward, backward and communication and compute nothing.",
         "Raise gradient_accumulation_steps or the batch, use fewer ranks or a lower zero_stage, and check that the "
         "fast network interface is used.",

@@ -51,7 +51,7 @@ PAGES = {
     "SF107": Page(
         "error",
         "a rank waits for data",
-        "It is in the phase `wait for data` for longer than usual, and the processes that prepare them, if any, are "
+        "It is in the phase `data_wait` for longer than usual, and the processes that prepare them, if any, are "
         "dead, stopped or idle.",
         "Look at the storage of the data. dataset_num_proc: 1 takes worker processes out of the way.",
         ("QwenLM/Qwen3-VL#1892",),

@@ -63,7 +63,7 @@ record_collectives()  # read when process groups are created, which is before an
 class SurefootCallback(TrainerCallback):  # type: ignore[misc]
     """Callback that records the trainer's work on this process, and watches all processes of this machine from outside.
 
-    The trainer does not report where a forward ends, so `forward and backward` are one phase, with everything in its
+    The trainer does not report where a forward ends, so `forward_backward` are one phase, with everything in its
     training step: the rollouts of GRPO too. In a notebook, `close` ends the watch over a training that failed.
     """
 
@@ -110,12 +110,12 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
                 self._emit(_measure_model(self._rank, model, peak))
         atexit.register(self.close)  # an exception ends the run without on_train_end; a kill leaves no report
         self._step_began_s = time.perf_counter()
-        self._begin("wait for data")
+        self._begin("data_wait")
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         if self._batches is not None:
             self._batches.begin()
-        self._begin("forward and backward")
+        self._begin("forward_backward")
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         self._begin("optimizer")
@@ -293,4 +293,4 @@ def _get_flagged_phase(control: TrainerControl) -> Phase | None:
 def _get_next_phase(state: TrainerState, control: TrainerControl) -> Phase:
     """Return the phase after a step: after the last one a trainer may still load and write for long."""
     is_over = state.global_step >= state.max_steps or control.should_training_stop
-    return "export" if is_over else "wait for data"
+    return "export" if is_over else "data_wait"

@@ -18,6 +18,7 @@ from surefoot.data.image_processor import PixelReader
 from surefoot.data.inspect import DataReport, look
 from surefoot.data.prepare_pool import Progress
 from surefoot.data.sampler import GlobalOrder, Position, StepBatch
+from surefoot.distributed.parallel_dims import Layout
 from surefoot.distributed.process_group import SINGLE_PROCESS, World
 from surefoot.events import DataCounted, Event, FindingMade, Heartbeat, Notice
 from surefoot.models.build import load_config, load_tokenizer
@@ -47,6 +48,7 @@ class RunData:
         config = loaded.run
         self.reader = reader
         self._ranks = ranks
+        self.layout = Layout.of(config, ranks.size, rank=ranks.rank)
         self.train = train
         self.held_out = held_out
         self._config = config
@@ -132,7 +134,7 @@ class RunData:
         def read_step() -> tuple[StepBatch, list[MicroBatch]]:
             self.look()
             step = self.order.step(position)
-            part = self._ranks.rank, self._ranks.size
+            part = self.layout.data_rank, self.layout.data_size
             return step, list(micro_batches(step.rows, self.train, self._rows_each, *part, self.reader))
 
         return self._read_batches(read_step)
@@ -151,7 +153,7 @@ class RunData:
     def eval_batches(self) -> Iterator[MicroBatch]:
         """Yield this rank's part of the held-out samples, as many batches on each rank. Collective with images."""
         assert self.held_out is not None
-        batches = all_batches(self.held_out, self._rows_each, self._ranks.rank, self._ranks.size, self.reader)
+        batches = all_batches(self.held_out, self._rows_each, self.layout.data_rank, self.layout.data_size, self.reader)
         last_heartbeat_s, num_batches = time.monotonic(), 0
         while batch := self._read_batches(lambda: list(islice(batches, 1))):
             yield from batch

@@ -34,6 +34,8 @@ from surefoot.models.pretrained import (
     quiet_transformers,
     weight_errors,
 )
+from surefoot.models.quantization.base import FLOAT, WeightFormat
+from surefoot.models.quantization.store_on_load import StoreOnLoad
 from surefoot.models.routing import RoutingRecorder, keep_routing_on_recompute
 from surefoot.models.weight_loading import computing_on, laid_out_like, parts_stay_in_host_memory, streamed
 
@@ -127,7 +129,6 @@ def build_model(
     dtype: torch.dtype,
     gradient_checkpointing: bool = False,
     compile_layers: bool = False,
-    experts_implementation: str = experts.IMPLEMENTATION,
     sharding: Sharding | None = None,
     freeze_vision: bool = True,
 ) -> BuiltModel:
@@ -162,7 +163,7 @@ def build_model(
         cls = computing_on(cls, device)
     with parts_stay_in_host_memory() if is_offloaded else nullcontext():
         model = _load_weights(
-            cls, folder, config, stored, reads_to, experts_implementation, is_sharded=sharding is not None
+            cls, folder, config, stored, reads_to, lora.weight_format if lora else FLOAT, sharding is not None
         )
     if is_offloaded:
         _move_whole_tensors(model, device)
@@ -233,13 +234,14 @@ def _load_weights(
     config: PreTrainedConfig,
     dtype: torch.dtype,
     device: torch.device,
-    experts_implementation: str,
-    *,
-    is_sharded: bool = False,
+    weight_format: WeightFormat,
+    is_sharded: bool,
 ) -> PreTrainedModel:
     options: dict[str, Any] = {"device_map": {"": device}} if device.type != "cpu" else {}
     if is_sharded:  # transformers does not read its values: our subclass lays the model out
         options["distributed_config"] = DistributedConfig()
+    if weight_format is not FLOAT:
+        options["quantization_config"] = StoreOnLoad(weight_format)
     with quiet_transformers(), weight_errors(folder):
         # One GPU reads ahead in threads: that is faster, and its host memory holds only tensors in transit.
         is_streamed = device.type == "cpu" or is_sharded
@@ -264,7 +266,9 @@ def _load_weights(
                 "Filling them with random values would train a broken model; use a complete checkpoint."
             )
     if any(experts.is_fused_experts(module) for module in model.modules()):
-        model.set_experts_implementation(experts_implementation)
+        model.set_experts_implementation(experts.IMPLEMENTATION)
+    if weight_format is not FLOAT:
+        model.hf_quantizer.remove_quantization_config(model)  # a model that is written has its own types
     return model
 
 

@@ -11,7 +11,7 @@ Shape suffixes: T tokens, K experts per token, S = T*K rows sorted by expert, E 
 R rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from surefoot.models.grouped_gemm import (
     grouped_linear_dx,
     grouped_linear_dx_add_,
 )
+from surefoot.models.quantization.base import FLOAT, WeightFormat, format_of, stored_weight
 
 IMPLEMENTATION = "surefoot"
 PROJECTIONS = ("gate_up_proj", "down_proj")
@@ -63,15 +64,19 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
             f"{type(self).__name__} has biased, transposed or ungated experts, which are not computed here."
         )
     adapters = [getattr(self, f"{name}_lora_{part}", None) for name in PROJECTIONS for part in "AB"]
+    gate_up, down = (stored_weight(self, name) for name in PROJECTIONS)
     return _Experts.apply(  # type: ignore[no-any-return,no-untyped-call]
         hidden_states,
         top_k_index,
         top_k_weights,
-        self.gate_up_proj,
-        self.down_proj,
+        gate_up[0],
+        down[0],
         *adapters,
         getattr(self, "lora_scaling", 0.0),
         _select_gate(self),
+        format_of(self),
+        *gate_up[1:],
+        *down[1:],
     )
 
 
@@ -125,6 +130,12 @@ def _prepare_lora_pair(
     return (F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))) if missing else (a, b)
 
 
+def _add_companions(gate_up: Tensor, down: Tensor, companions: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the stored tensors of both projections; each has half of the companions."""
+    half = len(companions) // 2
+    return [gate_up, *companions[:half]], [down, *companions[half:]]
+
+
 class _Experts(torch.autograd.Function):
     """Gather, gate-up, gate, down, weigh and combine, with LoRA on both projections, as one node of the graph.
 
@@ -147,17 +158,21 @@ class _Experts(torch.autograd.Function):
         down_B: Tensor | None,
         scaling: float,
         gate: _SwiGLU | _ModuleGate,
+        weight_format: WeightFormat,
+        *companions: Tensor,
     ) -> Tensor:
         tokens, top_k = index_TK.shape
         device_type = hidden_TH.device.type
         is_autocast = torch.is_autocast_enabled(device_type)
-        dtype = torch.get_autocast_dtype(device_type) if is_autocast else gate_up_E2IH.dtype
+        own_dtype = gate_up_E2IH.dtype if weight_format is FLOAT else hidden_TH.dtype
+        dtype = torch.get_autocast_dtype(device_type) if is_autocast else own_dtype
+        gate_up, down = _add_companions(gate_up_E2IH, down_EHI, companions)
         ids, order_S = torch.sort(index_TK.reshape(-1), stable=True)
         groups = Groups.of(ids, gate_up_E2IH.shape[0], dtype)
         token_S = order_S // top_k
 
         x_SH = hidden_TH.to(dtype)[token_S]
-        gate_up_S = grouped_linear(x_SH, gate_up_E2IH.to(dtype), groups)
+        gate_up_S = weight_format.grouped_linear(x_SH, gate_up, groups)
         first = _prepare_lora_pair(gate_up_A, gate_up_B, x_SH, groups)
         first_low_SR = None
         if first is not None:
@@ -165,7 +180,7 @@ class _Experts(torch.autograd.Function):
             grouped_linear_add_(gate_up_S, first_low_SR, first[1], groups, scaling)
 
         act_SI = gate.forward(gate_up_S)
-        out_SH = grouped_linear(act_SI, down_EHI.to(dtype), groups)
+        out_SH = weight_format.grouped_linear(act_SI, down, groups)
         second = _prepare_lora_pair(down_A, down_B, x_SH, groups)
         second_low_SR = None
         if second is not None:
@@ -179,9 +194,10 @@ class _Experts(torch.autograd.Function):
 
         ctx.save_for_backward(
             hidden_TH, token_S, position_S, weight_S, gate_up_S, first_low_SR, second_low_SR,
-            gate_up_E2IH, down_EHI, gate_up_A, gate_up_B, down_A, down_B,
+            gate_up_E2IH, down_EHI, gate_up_A, gate_up_B, down_A, down_B, *companions,
         )  # fmt: skip
         ctx.groups, ctx.scaling, ctx.gate, ctx.top_k, ctx.weights_dtype = groups, scaling, gate, top_k, weights_TK.dtype
+        ctx.weight_format = weight_format
         return out_TH.to(hidden_TH.dtype)
 
     @staticmethod
@@ -189,14 +205,15 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, d_out_TH: Tensor) -> tuple[Tensor | None, ...]:
         (
             hidden_TH, token_S, position_S, weight_S, gate_up_S, first_low_SR, second_low_SR,
-            gate_up_E2IH, down_EHI, gate_up_A, gate_up_B, down_A, down_B,
+            gate_up_E2IH, down_EHI, gate_up_A, gate_up_B, down_A, down_B, *companions,
         ) = ctx.saved_tensors  # fmt: skip
+        gate_up, down = _add_companions(gate_up_E2IH, down_EHI, companions)
         groups, scaling, needs = ctx.groups, ctx.scaling, ctx.needs_input_grad
         dtype = gate_up_S.dtype
         tokens = hidden_TH.shape[0]
         g_SH = d_out_TH.to(dtype)[token_S]  # gradient by the combined rows, before the routing weight
         second = _prepare_lora_pair(down_A, down_B, g_SH, groups)
-        d_act_SI = grouped_linear_dx(g_SH, down_EHI.to(dtype), groups)
+        d_act_SI = ctx.weight_format.grouped_linear_dx(g_SH, down, groups)
         g_low_SR = None
         if second is not None:
             g_low_SR = grouped_linear_dx(g_SH, second[1], groups)
@@ -235,13 +252,13 @@ class _Experts(torch.autograd.Function):
         if needs[3]:
             d_gate_up = grouped_linear_dw(d_gate_up_S, x_SH, groups)
         if needs[0]:
-            d_x_SH = grouped_linear_dx(d_gate_up_S, gate_up_E2IH.to(dtype), groups)
+            d_x_SH = ctx.weight_format.grouped_linear_dx(d_gate_up_S, gate_up, groups)
             if first is not None and d_first_low_SR is not None:
                 grouped_linear_dx_add_(d_x_SH, d_first_low_SR, first[0], groups, scaling)
             d_hidden = d_x_SH[position_S].view(tokens, ctx.top_k, d_x_SH.shape[1]).sum(1).to(hidden_TH.dtype)
         return (
             d_hidden, None, d_weights, d_gate_up, d_down,
-            d_gate_up_A, d_gate_up_B, d_down_A, d_down_B, None, None,
+            d_gate_up_A, d_gate_up_B, d_down_A, d_down_B, None, None, None, *(None for _ in companions),
         )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from surefoot.config import RunConfig
 from surefoot.errors import ModelError
 from surefoot.models.dtensor_blocks import block_of
 from surefoot.models.experts import PROJECTIONS, is_fused_experts
+from surefoot.models.quantization.base import FLOAT, FrozenLinear, WeightFormat, format_of, keep_stored, stored_weight
 from surefoot.models.routing import router_names
 from surefoot.models.vision import vision_tower
 
@@ -37,7 +38,7 @@ OF_MLPS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """Settings of LoRA: targets, rank and scaling."""
+    """Settings of LoRA: targets, rank and scaling, and the format of the weights beside it."""
 
     rank: int
     alpha: float
@@ -45,6 +46,8 @@ class LoraSettings:
     rslora: bool = False
     targets: tuple[str, ...] = ("attention", "experts")
     seed: int = 0
+    weight_format: WeightFormat = FLOAT
+    """How the frozen weights of the decoder's linear layers and experts are stored."""
 
     @property
     def scaling(self) -> float:
@@ -83,7 +86,7 @@ def _create_parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=torch.float32))
 
 
-class LoraLinear(nn.Linear):
+class LoraLinear(FrozenLinear):
     """A linear layer with `lora_A [r, in]` and `lora_B [out, r]` beside its weight."""
 
     lora_A: nn.Parameter  # noqa: N815 - PEFT's names
@@ -105,8 +108,9 @@ class LoraLinear(nn.Linear):
         a, b = self.lora_A.to(input.dtype), self.lora_B.to(input.dtype)
         if self.lora_dropout and self.training:
             low = F.linear(F.dropout(input, self.lora_dropout), a)
-            return F.linear(input, self.weight, self.bias) + self.lora_scaling * F.linear(low, b)
-        return _LoraLinear.apply(input, self.weight, self.bias, a, b, self.lora_scaling)  # type: ignore[no-any-return,no-untyped-call]
+            return super().forward(input) + self.lora_scaling * F.linear(low, b)
+        stored = stored_weight(self, "weight")
+        return _LoraLinear.apply(input, self.bias, a, b, self.lora_scaling, format_of(self), *stored)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _LoraLinear(torch.autograd.Function):
@@ -114,28 +118,35 @@ class _LoraLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        scaling: float,
+        weight_format: WeightFormat,
+        *stored: Tensor,
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         low = rows @ a.t()
-        y = torch.addmm(bias, rows, weight.t()) if bias is not None else rows @ weight.t()
+        y = weight_format.linear(rows, stored, bias)
         y.addmm_(low, b.t(), alpha=scaling)
-        ctx.save_for_backward(rows, low, weight, a, b)
-        ctx.scaling, ctx.shape = scaling, x.shape
+        ctx.save_for_backward(rows, low, a, b, *stored)
+        ctx.scaling, ctx.shape, ctx.weight_format = scaling, x.shape, weight_format
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
-        rows, low, weight, a, b = ctx.saved_tensors
+        rows, low, a, b, *stored = ctx.saved_tensors
         d_rows = d_y.reshape(-1, d_y.shape[-1])
         d_low = d_rows @ b
         d_x = None
         if ctx.needs_input_grad[0]:
-            d_x = (d_rows @ weight).addmm_(d_low, a, alpha=ctx.scaling).view(ctx.shape)
+            d_x = ctx.weight_format.linear_dx(d_rows, stored).addmm_(d_low, a, alpha=ctx.scaling).view(ctx.shape)
         d_a = (d_low.t() @ rows).mul_(ctx.scaling)
         d_b = (low.t() @ d_rows).mul_(ctx.scaling).t()  # thin products are faster with their short side as rows
-        return d_x, None, None, d_a, d_b, None
+        return d_x, None, d_a, d_b, None, None, *(None for _ in stored)
 
 
 def find_targets(model: PreTrainedModel, targets: Iterable[str]) -> LoraTargets:
@@ -274,7 +285,18 @@ def attach(model: PreTrainedModel, settings: LoraSettings) -> LoraTargets:
         setattr(module, f"{projection}_lora_A", _create_parameter(num_experts, settings.rank, in_features))
         setattr(module, f"{projection}_lora_B", _create_parameter(num_experts, out_features, settings.rank))
         module.lora_scaling = settings.scaling
+    if settings.weight_format is not FLOAT:
+        store_frozen_weights(model, settings.weight_format)
     return targets
+
+
+def store_frozen_weights(model: PreTrainedModel, weight_format: WeightFormat) -> None:
+    """Store in a format what the group `all` names: the decoder's linear layers and experts, adapted or not."""
+    targets = find_targets(model, ["all"])
+    weights = [(name, "weight") for name in targets.linears]
+    weights += [(owner, leaf) for owner, _, leaf in (name.rpartition(".") for name in targets.experts)]
+    for owner, leaf in weights:
+        keep_stored(model.get_submodule(owner), leaf, weight_format)
 
 
 def is_lora(name: str) -> bool:

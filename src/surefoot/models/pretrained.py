@@ -236,7 +236,7 @@ def config_errors(folder: Path) -> Iterator[None]:
     except ModelError:
         raise
     except BAD_CONFIG as error:
-        raise ModelError(f"{folder / 'config.json'}: no model can be made of it: {_reason(error)}") from error
+        raise ModelError(f"{folder / 'config.json'}: no model can be built from it: {_reason(error)}") from error
 
 
 @contextmanager

@@ -129,13 +129,13 @@ def check_recorded(layers: list[LayerRouting], names: list[str]) -> None:
     """
     if len(layers) != len(names):
         raise ModelError(
-            f"router_aux_loss_coef: {len(layers)} of the {len(names)} routers of this model say what they choose in a "
-            f"form that is known ({names[0]} is one of them). Drop it."
+            f"router_aux_loss_coef: {len(layers)} of the {len(names)} routers of this model report their choices in "
+            f"a known form ({names[0]} does). Drop it."
         )
     first = layers[0].logits.detach().float()
     if bool((first >= 0).all()) and bool(((first.sum(-1) - 1).abs() < PROBABILITIES_WITHIN).all()):
         raise ModelError(
-            f"router_aux_loss_coef: the routers of this model ({names[0]}) give probabilities, not logits, of which "
+            f"router_aux_loss_coef: the routers of this model ({names[0]}) return probabilities, not logits: "
             "the loss would take the softmax again. Drop it."
         )
 

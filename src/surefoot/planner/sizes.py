@@ -192,11 +192,11 @@ def check_fields(base: Path) -> None:
     kv_heads = getattr(config, "num_key_value_heads", None)
     if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
         raise ModelError(
-            f"{path}: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}. Correct one."
+            f"{path}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}. Correct one."
         )
     is_even = not isinstance(heads, int) or not isinstance(width, int) or width % heads == 0
     if not is_even and not {"head_dim", "qk_nope_head_dim"} & text.keys():
-        raise ModelError(f"{path}: hidden_size={width} is no multiple of num_attention_heads={heads}. Correct one.")
+        raise ModelError(f"{path}: hidden_size={width} is not a multiple of num_attention_heads={heads}. Correct one.")
     activation = getattr(config, "hidden_act", None)
     if isinstance(activation, str) and activation not in ACT2FN:
         raise ModelError(f"{path}: hidden_act={activation} is no activation that transformers knows. Correct it.")

@@ -157,7 +157,7 @@ def _get_ready(job: LoopContext, state: TrainState, stop: StopSignal) -> _ReadyS
             raise
         error = caught
     local_counts = [*counts_of(batches), stop.received is not None, error is not None]
-    with job.phases("communicate"):
+    with job.phases("collectives"):
         tokens, trained, weight, stops, errors = job.ranks.sum(local_counts)
     if errors:
         job.ranks.raise_failures(error)
@@ -270,7 +270,7 @@ def _evaluate(job: LoopContext, state: TrainState) -> TrainState:
     done = replace(state, evaluation_is_due=False)
     if job.evaluate is None:
         return done
-    with job.phases("wait for data"):
+    with job.phases("data_wait"):
         job.ranks.run_or_raise_on_all(job.before_evaluation)
     try:
         with job.phases("evaluate"):

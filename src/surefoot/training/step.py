@@ -86,7 +86,7 @@ def train_step(
         squares_here = _sum_of_squares(blocks, main[0].device)
         losses_here = [torch.stack(terms).sum() if terms else main[0].new_zeros(()) for terms in (main, aux)]
         local = torch.stack([*(loss.to(squares_here.dtype) for loss in losses_here), squares_here]).tolist()
-    with learner.phase("communicate"):
+    with learner.phase("collectives"):
         objective.end_step()
         loss, aux_loss, squares = learner.ranks.sum(local)
     grad_norm = squares**0.5

@@ -216,7 +216,7 @@ def _open(run: _Run) -> _OpenedRun:
         tokenizer = ranks.run_or_raise_on_all(lambda: load_tokenizer(base, config.chat_template))
     saved = ranks.run_or_raise_on_all(lambda: read_state(checkpoint) if checkpoint is not None else None)
     digests = saved.data_seen if saved is not None else None
-    with run.phases("tokenise"):
+    with run.phases("tokenize"):
         data = ranks.local_rank0_first(
             lambda: open_data(loaded, base, tokenizer, run.emit, ranks, shard_digests=digests)
         )
@@ -241,7 +241,7 @@ def _assemble(run: _Run, opened: _OpenedRun, undo: ExitStack, is_told_to_stop: C
     method = method_of(loaded.run)(context)
     undo.callback(method.end)
     method.start()
-    with phases("tokenise"):
+    with phases("tokenize"):
         ranks.local_rank0_first(lambda: data.prepare(state.position))
         ranks.local_rank0_first(lambda: method.check_data(state.position))
     code_files = _check_code_files(run, method, state)

@@ -59,10 +59,10 @@ would be too long.
 HELPERS_EVERY_S = 30.0
 THROTTLED_OVER_S = 20.0
 USUAL_STEPS = 32
-COMPUTING = ("forward", "backward", "optimizer", "forward and backward")
+COMPUTING = ("forward", "backward", "optimizer", "forward_backward")
 EXPLAINED = frozenset({"SF302", "SF304", "SF305", "SF306", "SF313"})
 """Codes of causes that also make ranks wait for each other."""
-LONG_PHASES = frozenset({"launch", "load", "tokenise", "save", "evaluate", "export", "rollout"})
+LONG_PHASES = frozenset({"launch", "load", "tokenize", "save", "evaluate", "export", "rollout"})
 
 
 class Detectors:

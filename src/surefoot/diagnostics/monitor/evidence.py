@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from surefoot.events import FORMER_PHASES
 from surefoot.system.atomic_io import write_text
 
 
@@ -68,7 +69,16 @@ def read(path: Path) -> StallEvidence:
     """Read evidence from a file. Raises: ValueError for a file that is no evidence."""
     try:
         values = json.loads(path.read_text("utf-8"))
-        ranks = tuple(RankEvidence(**{**rank, "children": tuple(rank["children"])}) for rank in values.pop("ranks"))
+        ranks = tuple(
+            RankEvidence(
+                **{
+                    **rank,
+                    "children": tuple(rank["children"]),
+                    "phase": FORMER_PHASES.get(rank["phase"], rank["phase"]),
+                }
+            )
+            for rank in values.pop("ranks")
+        )
         return StallEvidence(ranks=ranks, **values)
     except (OSError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no evidence of a stall: {error}") from error

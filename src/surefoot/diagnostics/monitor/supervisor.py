@@ -48,13 +48,13 @@ IDLE_S = 12.0
 """Seconds for which a rank may be idle in a phase with few events."""
 STARTING_IDLE_S = 30.0
 """The same before the first step, when it may wait for a download."""
-BOUNDED_PHASES = frozenset({"reward", "sync", "wait for completions"})
+BOUNDED_PHASES = frozenset({"reward", "sync", "rollout_wait"})
 """Waits for other programs, which the run itself bounds: it ends them and reports why."""
 QUIET_PHASES = LONG_PHASES | {""}
 """Phases in which a rank may be silent for a long time; a process between phases is loading Python or torch."""
 TALKING = frozenset({"save", "evaluate", "rollout"})
 """Long phases that record events between their parts, or, like saves, take about as long each time."""
-WHOLE_STEP = "forward and backward"
+WHOLE_STEP = "forward_backward"
 """The single phase that other trainers report for a training step."""
 BUSY_S = 120.0
 """Seconds by which a step of another trainer may exceed its usual duration while a rank computes."""
@@ -219,7 +219,7 @@ class Supervisor:
         user_deadline_s = self._user_deadline_s
         if user_deadline_s is not None:
             return user_deadline_s
-        if any(rank.is_served for rank in going if rank.phase == "wait for data"):
+        if any(rank.is_served for rank in going if rank.phase == "data_wait"):
             return LONGEST_S
         if any(rank.phase in BOUNDED_PHASES for rank in going):
             return LONGEST_S
@@ -227,7 +227,7 @@ class Supervisor:
         if quiet:  # the other ranks can only wait for these
             return self._choose_long_phase_limit_s(going, quiet)
         if len(self._trends.steps_s) < 2:
-            if any(rank.phase == "wait for data" and not rank.is_idle for rank in going):
+            if any(rank.phase == "data_wait" and not rank.is_idle for rank in going):
                 return LONGEST_BUSY_S  # trainers that resume skip through the data of earlier steps
             has_phases = all(rank.phase != WHOLE_STEP for rank in going)  # it may wait for a server that generates
             if has_phases and all(rank.is_idle for rank in going):

@@ -9,8 +9,8 @@ from surefoot.diagnostics.report.run_history import Row, RunHistory
 HEIGHT = 220
 HELD_OUT = "#e45756"
 PHASE_ORDER = (
-    "wait for data", "communicate", "forward", "forward and backward", "backward", "optimizer", "evaluate", "save",
-    "sync", "rollout", "wait for completions", "reward",
+    "data_wait", "collectives", "forward", "forward_backward", "backward", "optimizer", "evaluate", "save",
+    "sync", "rollout", "rollout_wait", "reward",
 )  # fmt: skip
 
 

@@ -28,11 +28,11 @@ STEPS_SHOWN, COMPLETIONS_SHOWN = 12, 8
 completions of each.
 """
 EVALUATED = ("eval_loss", "eval_reward")
-LONG_PHASES = ("launch", "load", "tokenise", "save", "evaluate", "export")
+LONG_PHASES = ("launch", "load", "tokenize", "save", "evaluate", "export")
 """Phases that the time line shows individually; the other phases are parts of steps."""
 
 
-BESIDE_STEPS = ("launch", "load", "tokenise", "export")
+BESIDE_STEPS = ("launch", "load", "tokenize", "export")
 
 
 @dataclass(frozen=True)

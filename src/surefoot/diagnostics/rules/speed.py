@@ -27,7 +27,7 @@ GARBAGE_SHARE = 0.1
 PADDING_SHARE = 0.25
 THROTTLED_SHARE = 0.25
 """Shares of a window from which a loss is a finding."""
-OF_TOKENS = ("forward", "backward", "forward and backward")
+OF_TOKENS = ("forward", "backward", "forward_backward")
 """Phases whose duration grows with the tokens of a batch."""
 SWAPPED_IN_PER_S = float(8 << 20)
 LEAST_SWAPPED_BYTES = 64 << 20
@@ -36,7 +36,7 @@ FAULTS_PER_S = 256.0
 IDLE_CORES = 0.25
 WAITING_SHARE = 0.8
 """Ranks wait if they use less than the first of a core, in phases that take more than the second of the time."""
-WITH_COLLECTIVES = ("forward", "backward", "communicate")
+WITH_COLLECTIVES = ("forward", "backward", "collectives")
 MOST_OF = 0.8
 """Share of a window's steps that must be slow: occasional slowness is no finding."""
 LEAST_COLLECTIVES = 40
@@ -199,10 +199,10 @@ def _collect_evidence(window: Sequence[StepTimes], **values: object) -> dict[str
 
 
 def _find_data_waits(windows: Mapping[int, Sequence[StepTimes]]) -> Iterator[Finding]:
-    rank = max(windows, key=lambda number: _measure_share(windows[number], "wait for data"))
+    rank = max(windows, key=lambda number: _measure_share(windows[number], "data_wait"))
     window = windows[rank]
-    share = _measure_share(window, "wait for data")
-    if share < DATA_SHARE or not _has_regular_share(window, "wait for data", DATA_SHARE):
+    share = _measure_share(window, "data_wait")
+    if share < DATA_SHARE or not _has_regular_share(window, "data_wait", DATA_SHARE):
         return
     yield Finding(
         "SF302",
@@ -275,7 +275,7 @@ def has_own_cause(times: RankTimes) -> bool:
     """Return whether a rank's newest steps show why it is slow, even if they are too few for a finding yet."""
     newest = list(times.steps)[-WINDOW_STEPS:]
     took_s, garbage_s = sum(step.took_s for step in newest), sum(step.garbage_s for step in newest)
-    return took_s > 0 and (garbage_s >= GARBAGE_SHARE * took_s or _measure_share(newest, "wait for data") >= DATA_SHARE)
+    return took_s > 0 and (garbage_s >= GARBAGE_SHARE * took_s or _measure_share(newest, "data_wait") >= DATA_SHARE)
 
 
 def find_uneven_experts(flights: Mapping[int, FlightRecord], load: float) -> Finding | None:
@@ -353,11 +353,11 @@ def _merge_spans(spans: Sequence[tuple[float, float]]) -> list[float]:
 def _find_communication(windows: Mapping[int, Sequence[StepTimes]]) -> Iterator[Finding]:
     """Yield a finding if every rank spends most of its time in collectives, so that none of them is the cause."""
     if len(windows) < 2 or not all(
-        _has_regular_share(window, "communicate", COMMUNICATION_SHARE) and _measure_core_waits(window) <= MOST_IN_LINE
+        _has_regular_share(window, "collectives", COMMUNICATION_SHARE) and _measure_core_waits(window) <= MOST_IN_LINE
         for window in windows.values()
     ):
         return
-    share = min(_measure_share(window, "communicate") for window in windows.values())
+    share = min(_measure_share(window, "collectives") for window in windows.values())
     yield Finding(
         "SF304",
         f"all ranks spend at least {share:.0%} of the time in communication",

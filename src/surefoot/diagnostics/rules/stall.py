@@ -14,7 +14,7 @@ from surefoot.findings import CATALOGUE, Finding
 IDLE_SHARE = 0.05
 """Share of a core below which a process waits."""
 BUSY_SHARE = 0.5
-IN_A_STEP = ("wait for data", "communicate", "forward", "forward and backward", "backward", "optimizer")
+IN_A_STEP = ("data_wait", "collectives", "forward", "forward_backward", "backward", "optimizer")
 """Phases of a step in order; a rank also communicates at the end of the backward."""
 LOCKS = ("threading.py", "queue.py", "multiprocessing/connection.py", "multiprocessing/synchronize.py", "selectors.py")
 """Files whose innermost frame shows that a thread waits for another thread or process."""
@@ -297,7 +297,7 @@ def _find_absent_rank(case: _Case) -> Finding | None:
             f"; {_name_ranks(inside, 'waits', 'wait')} in {call.call}, "
             f"number {call.number} of {_describe_group(case, call.group)}"
         )
-    if rank.phase == "wait for data":
+    if rank.phase == "data_wait":
         dead = [state for state in rank.children if state in ("zombie", "dead")]
         held = [state for state in rank.children if state == "stopped"]
         workers = " A process that prepares them is dead." if dead else " One is stopped." if held else ""

@@ -12,6 +12,7 @@ from torch import Tensor
 from surefoot.data.collate import MicroBatch, dummy_batch
 from surefoot.data.image_processor import PixelReader
 from surefoot.data.images import Image, image_of
+from surefoot.distributed.parallel_dims import Layout
 from surefoot.methods.grpo.routed_experts import as_text, from_text
 
 
@@ -188,8 +189,9 @@ def _collate_experts(
     return experts
 
 
-def rank_slice(count: int, rank: int, num_ranks: int) -> range:
-    """Return the range of completions that a rank generates and trains on. Neighbours keep groups together."""
+def rank_slice(count: int, layout: Layout) -> range:
+    """Return the range of completions that this rank generates and trains on. Neighbours keep groups together."""
+    rank, num_ranks = layout.data_rank, layout.data_size
     return range(count * rank // num_ranks, count * (rank + 1) // num_ranks)
 
 
@@ -198,17 +200,16 @@ def policy_batches(
     rows_each: int,
     *,
     share_prompts: bool,
+    layout: Layout,
     is_first_use: bool = True,
-    rank: int = 0,
-    num_ranks: int = 1,
     reader: PixelReader | None = None,
 ) -> Iterator[PolicyBatch]:
     """Yield this rank's part of a step in forwards of at most `rows_each` completions, as many on each rank.
 
     `is_first_use`: whether no step has trained on them yet.
     """
-    most = max(len(rank_slice(len(trajectories), number, num_ranks)) for number in range(num_ranks))
-    local = [trajectories[index] for index in rank_slice(len(trajectories), rank, num_ranks)]
+    most = -(-len(trajectories) // layout.data_size)
+    local = [trajectories[index] for index in rank_slice(len(trajectories), layout)]
     for begin in range(0, most, rows_each):
         rows = local[begin : begin + rows_each]
         if rows:

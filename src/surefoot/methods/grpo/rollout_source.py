@@ -4,25 +4,20 @@ Every decision is made on all ranks from the same records, so the ranks never di
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import inf, isnan
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from surefoot.data.collate import MicroBatch
 from surefoot.data.dataset import Dataset
-from surefoot.data.image_processor import PixelReader
 from surefoot.data.images import Image
 from surefoot.data.row_formats import IN_THE_ROW
-from surefoot.data.sampler import GlobalOrder, Position, SampleKey, StepBatch
-from surefoot.distributed.process_group import World
+from surefoot.data.sampler import Position, SampleKey, StepBatch
 from surefoot.errors import DataError, StoppedOnFinding, SurefootError
-from surefoot.events import CompletionsMade, Event, FindingMade, Heartbeat, Phase
+from surefoot.events import CompletionsMade, Event, FindingMade, Heartbeat
 from surefoot.findings import Finding
-from surefoot.methods.base import LAST_WAIT_S, Interrupted
+from surefoot.methods.base import LAST_WAIT_S, Interrupted, MethodContext
 from surefoot.methods.grpo.advantage import has_learning_signal
 from surefoot.methods.grpo.batch import Trajectory, policy_batches, rank_slice, trajectory_of
 from surefoot.methods.grpo.reward_checks import FlatRewards, failing_rewards, no_rewards
@@ -84,40 +79,24 @@ class RolloutSource:
     def __init__(
         self,
         config: GrpoConfig,
-        dataset: Dataset,
-        order: GlobalOrder,
+        context: MethodContext,
         engine: Engine,
         rewards: Rewards,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
         sampling: Sampling,
-        context: int | None,
+        *,
+        longest_context: int | None,
         share_prompts: bool,
-        reader: PixelReader | None = None,
-        is_told_to_stop: Callable[[], bool] = lambda: False,
-        ranks: World,
-        phase: Callable[[Phase], AbstractContextManager[None]],
-        emit: Callable[[Event], None],
     ) -> None:
-        """Create the source. `context`: the model's context length. `share_prompts`, `reader`: see `collate_policy`.
-
-        `is_told_to_stop`: whether this rank received a stop signal, which also interrupts a rollout.
-        """
+        """Create the source. `longest_context`: that of the model, in tokens. `share_prompts`: see `collate_policy`."""
         self._config = config
-        self._dataset = dataset
-        self._order = order
+        self._context = context
+        self._data = context.data
+        self._ranks = context.ranks
         self._engine = engine
         self._sampling = sampling
-        self._context = context
+        self._longest_context = longest_context
         self._share_prompts = share_prompts
-        self._reader = reader
-        self._ranks = ranks
-        self._phase = phase
-        self._emit = emit
-        self._is_told_to_stop = is_told_to_stop
-        self._scorer = GroupScorer(
-            config, rewards, tokenizer, is_told_to_stop=is_told_to_stop, ranks=ranks, phase=phase, emit=emit
-        )
+        self._scorer = GroupScorer(config, context, rewards)
         self._current: _Current | None = None
         self._prefetches: list[_Prefetch] = []
         """At most two: the one that becomes the current rollout, and the next."""
@@ -145,9 +124,8 @@ class RolloutSource:
                     self._config.per_device_train_batch_size,
                     share_prompts=self._share_prompts,
                     is_first_use=use == 0,
-                    rank=self._ranks.rank,
-                    num_ranks=self._ranks.size,
-                    reader=self._reader,
+                    layout=self._data.layout,
+                    reader=self._data.reader,
                 )
             )
         )
@@ -171,7 +149,7 @@ class RolloutSource:
         if self._current is None or step % self._config.num_iterations == 0:
             return []
         trajectories = self._current.trajectories
-        local_range = rank_slice(len(trajectories), self._ranks.rank, self._ranks.size)
+        local_range = rank_slice(len(trajectories), self._data.layout)
         gathered = self._ranks.gather([asdict(trajectories[index]) for index in local_range])
         current = self._current
         header = {
@@ -187,7 +165,7 @@ class RolloutSource:
         if not isinstance(rollout, _Rollout):
             return []
         try:
-            with self._phase(self._engine.phase):
+            with self._context.phase(self._engine.phase):
                 local_completions = self._wait_for_save(rollout.wait, wait_s)
         except SurefootError:  # the step that needs them raises it; the checkpoint of the steps before is still saved
             return []
@@ -210,7 +188,7 @@ class RolloutSource:
             begin = Position(**entry["ahead"])
             rows = self._read_rows(begin, self._prompts_per_rollout)
             completions = [Completion(**completion) for completion in entry["completions"]]
-            local_range = rank_slice(len(completions), self._ranks.rank, self._ranks.size)
+            local_range = rank_slice(len(completions), self._data.layout)
             prompts = self._read_row_prompts(rows)
             wait = _return_at_once(completions[local_range.start : local_range.stop])
             self._prefetches.append(_Prefetch(begin, _Rollout(rows, prompts, wait)))
@@ -300,13 +278,13 @@ class RolloutSource:
         self._prefetches.append(_Prefetch(rows.next, rollout))
 
     def _read_rows(self, position: Position, count: int) -> StepBatch:
-        return self._ranks.run_or_raise_on_all(lambda: self._order.step(position, count))
+        return self._ranks.run_or_raise_on_all(lambda: self._data.order.step(position, count))
 
     def _read_row_prompts(self, rows: StepBatch) -> list[Prompt]:
-        return self._read_prompts(self._dataset, [row[0] for row in rows.rows])
+        return self._read_prompts(self._data.train, [row[0] for row in rows.rows])
 
     def _read_prompts(self, dataset: Dataset, keys: Sequence[SampleKey]) -> list[Prompt]:
-        with self._phase("wait for data"):
+        with self._context.phase("data_wait"):
             return self._ranks.run_or_raise_on_all(lambda: [self._read_prompt(dataset, key) for key in keys])
 
     def _request_rollout(self, rows: StepBatch, step: int, for_step: int, attempt: int) -> _Rollout:
@@ -322,12 +300,12 @@ class RolloutSource:
         config, each = self._config, self._config.num_generations
         requests = [
             Request(prompt.ids, (config.seed, *seed, index // each, index % each), prompt.images, prompt.place)
-            for index in rank_slice(len(prompts) * each, self._ranks.rank, self._ranks.size)
+            for index in rank_slice(len(prompts) * each, self._data.layout)
             for prompt in [prompts[index // each]]
         ]
-        with self._phase("sync"):
+        with self._context.phase("sync"):
             self._engine.publish(step)
-        with self._phase(self._engine.phase):
+        with self._context.phase(self._engine.phase):
             return self._engine.ask(requests, self._sampling, step)
 
     def _wait_for_completions(self, wait: Wait) -> list[Completion]:
@@ -335,8 +313,8 @@ class RolloutSource:
 
         Raises: StoppedOnFinding (SF801, SF806).
         """
-        with self._phase(self._engine.phase):
-            completions = self._poll(wait, inf, is_told_to_stop=self._is_told_to_stop)
+        with self._context.phase(self._engine.phase):
+            completions = self._poll(wait, inf, is_told_to_stop=self._context.is_told_to_stop)
         assert completions is not None
         return completions
 
@@ -350,13 +328,13 @@ class RolloutSource:
             if completions is not None:
                 return completions
             left_s -= POLL_S
-            self._emit(Heartbeat())  # the supervisor must not see a stall: the engine has its own deadline
+            self._context.emit(Heartbeat())  # the supervisor must not see a stall: the engine has its own deadline
         return None
 
     def _wait_for_save(self, wait: Wait, timeout_s: float) -> list[Completion] | None:
         """Return the engine's completions; None after `timeout_s`, or `LAST_WAIT_S` after a stop signal. Collective."""
         try:
-            return self._poll(wait, timeout_s, is_told_to_stop=self._is_told_to_stop)
+            return self._poll(wait, timeout_s, is_told_to_stop=self._context.is_told_to_stop)
         except Interrupted:
             return self._poll(wait, min(timeout_s, LAST_WAIT_S))
 
@@ -364,10 +342,10 @@ class RolloutSource:
         sample = dataset.sample(*key)
         ids = [int(token) for token in sample.ids]
         longest = len(ids) + self._sampling.max_tokens
-        if self._context is not None and longest > self._context:
+        if self._longest_context is not None and longest > self._longest_context:
             raise DataError(
                 f"{sample.place}: a prompt of {len(ids)} tokens and max_completion_length={self._sampling.max_tokens} "
-                f"are {longest} tokens, more than the {self._context} that the model can see. Lower "
+                f"are {longest} tokens, more than the {self._longest_context} that the model can see. Lower "
                 "max_completion_length, or max_prompt_length with truncation: drop."
             )
         columns = _replace_embedded_images(dataset.columns(*key), sample.images)
@@ -406,7 +384,12 @@ class RolloutSource:
 
         Raises: StorageError on all ranks.
         """
-        self._ranks.run_or_raise_on_all(lambda: [self._emit(event) for event in events], names_rank=False)
+
+        def emit_events() -> None:
+            for event in events:
+                self._context.emit(event)
+
+        self._ranks.run_or_raise_on_all(emit_events, names_rank=False)
 
     def _find_failing_rewards(
         self, groups: Sequence[Group], step: int, *, is_evaluation: bool = False

@@ -1,16 +1,12 @@
 """Groups of completions of a prompt: scored by the reward functions, and converted to trajectories with advantages."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import isnan, nan
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from surefoot.distributed.process_group import World
-from surefoot.events import Event, Heartbeat, Phase
-from surefoot.methods.base import Interrupted
+from surefoot.events import Heartbeat
+from surefoot.methods.base import Interrupted, MethodContext
 from surefoot.methods.grpo.advantage import (
     Trained,
     advantages,
@@ -53,25 +49,11 @@ class Group:
 class GroupScorer:
     """Scoring of completions, and conversion of groups to trajectories."""
 
-    def __init__(
-        self,
-        config: GrpoConfig,
-        rewards: Rewards,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        is_told_to_stop: Callable[[], bool],
-        ranks: World,
-        phase: Callable[[Phase], AbstractContextManager[None]],
-        emit: Callable[[Event], None],
-    ) -> None:
-        """See `RolloutSource`."""
+    def __init__(self, config: GrpoConfig, context: MethodContext, rewards: Rewards) -> None:
         self._config = config
+        self._context = context
+        self._ranks = context.ranks
         self._rewards = rewards
-        self._tokenizer = tokenizer
-        self._is_told_to_stop = is_told_to_stop
-        self._ranks = ranks
-        self._phase = phase
-        self._emit = emit
 
     @property
     def names(self) -> list[str]:
@@ -89,15 +71,15 @@ class GroupScorer:
         Each group is scored as a whole, on one rank. Raises: Interrupted on all ranks if one got a stop signal.
         """
         each = self._config.num_generations
-        with self._phase("communicate"):
+        with self._context.phase("collectives"):
             gathered = self._ranks.gather([asdict(completion) for completion in completions])
         all_completions = [Completion(**values) for rank_values in gathered for values in rank_values]
         by_prompt = [all_completions[begin : begin + each] for begin in range(0, len(all_completions), each)]
-        local_range = rank_slice(len(prompts), self._ranks.rank, self._ranks.size)
-        with self._phase("reward"):
+        local_range = rank_slice(len(prompts), self._context.data.layout)
+        with self._context.phase("reward"):
             local_groups = [(prompts[number], by_prompt[number]) for number in local_range]
             local_scores = run_interruptible(self._ranks, lambda: self._score_local_groups(local_groups))
-        with self._phase("communicate"):
+        with self._context.phase("collectives"):
             scores = [group_scores for rank_scores in self._ranks.gather(local_scores) for group_scores in rank_scores]
         groups = []
         for prompt, group_completions, group_scores in zip(prompts, by_prompt, scores, strict=True):
@@ -190,9 +172,9 @@ class GroupScorer:
         ]
 
         def on_wait() -> None:
-            if self._is_told_to_stop():
+            if self._context.is_told_to_stop():
                 raise Interrupted
-            self._emit(Heartbeat())
+            self._context.emit(Heartbeat())
 
         scores = self._rewards.score(inputs, waiting=on_wait)
         return [
@@ -210,7 +192,7 @@ class GroupScorer:
 
     def _decode(self, completion: Completion) -> str:
         """Return the text that reward functions read: without special tokens, as in TRL."""
-        return str(self._tokenizer.decode(completion.ids, skip_special_tokens=True))
+        return str(self._context.tokenizer.decode(completion.ids, skip_special_tokens=True))
 
     def _format_failures(self, results: Sequence[RewardResult]) -> list[str]:
         """Return the failures on a completion, each with the name of its function."""

@@ -251,20 +251,13 @@ def rollout_source(
         engine = _build_vllm_engine(config, learner, tokenizer, server, sampling, data.reader, context.base, emit)
     return RolloutSource(
         config,
-        data.train,
-        data.order,
+        context,
         engine,
         rewards,
-        tokenizer,
-        sampling=sampling,
-        context=longest_context(text.to_dict()),
+        sampling,
+        longest_context=longest_context(text.to_dict()),
         # On CUDA, the attention kernel for packed samples does not support shared prompts.
         share_prompts=learner.device == torch.device("cpu"),
-        reader=data.reader,
-        is_told_to_stop=context.is_told_to_stop,
-        ranks=learner.ranks,
-        phase=context.phase,
-        emit=emit,
     )
 
 

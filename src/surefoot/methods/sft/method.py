@@ -183,7 +183,7 @@ class Sft(Method):
 
     def batches(self, position: Position, step: int, epoch: float) -> tuple[StepBatch, list[MicroBatch]]:  # noqa: ARG002
         """Return samples in the order of the data. Raises: DataError."""
-        with self.context.phase("wait for data"):
+        with self.context.phase("data_wait"):
             return self.context.data.batches(position)
 
     def evaluate(self, step: int) -> Mapping[str, float]:  # noqa: ARG002 - the weights alone decide

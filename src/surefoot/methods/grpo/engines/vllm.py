@@ -59,7 +59,7 @@ Noisy = Callable[[float], AbstractContextManager[object]]
 class VllmEngine:
     """`Engine` on a vLLM server. Each rank requests its own completions; rank 0 sends weights."""
 
-    phase: Phase = "wait for completions"
+    phase: Phase = "rollout_wait"
 
     def __init__(
         self,

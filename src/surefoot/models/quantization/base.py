@@ -1,0 +1,152 @@
+"""Weight formats: how the frozen weights of a model are stored, and what a product with them is.
+
+A weight `[.., out, in]` is stored as one or more tensors. The first has the weight's name and all of its dimensions but
+the last; the others have that name with an ending, and its first dimension. Row by row (expert by expert in a stack)
+they depend on the same rows of the weight alone, so a rank that holds a part of a weight stores that part: sharding
+needs to know nothing of formats.
+
+Independent of LoRA, of files and of ranks. The default products read a weight back into a float type, one expert at a
+time; a format with kernels of its own overrides them.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from surefoot.models.grouped_gemm import Groups, grouped_linear, grouped_linear_dx
+
+Stored = Sequence[Tensor]
+"""The tensors of one stored weight, in the order of `WeightFormat.endings`."""
+
+
+class WeightFormat(ABC):
+    """A way to store frozen weights.
+
+    Shapes: x [S, in] -> y [S, out] for linear layers; for stacks of experts the rows S are sorted by expert.
+    """
+
+    name: ClassVar[str]
+    endings: ClassVar[tuple[str, ...]] = ("",)
+    """Endings of the names of a weight's tensors; the first is empty."""
+
+    @abstractmethod
+    def store(self, weight: Tensor) -> Stored:
+        """Return the tensors that stand for a weight [.., out, in], or for some of its rows or experts."""
+
+    @abstractmethod
+    def read(self, stored: Stored, dtype: torch.dtype) -> Tensor:
+        """Return the weight [.., out, in], or the part of it that is stored, for products, exports and tests."""
+
+    def count_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+        """Return the bytes of a stored weight of this shape that is `dtype` in the model's files."""
+        return sum(tensor.nbytes for tensor in self.store(torch.empty(*shape, dtype=dtype, device="meta")))
+
+    def linear(self, x: Tensor, stored: Stored, bias: Tensor | None) -> Tensor:
+        """Compute `y = x W^T + bias`."""
+        weight = self.read(stored, x.dtype)
+        return torch.addmm(bias, x, weight.t()) if bias is not None else x @ weight.t()
+
+    def linear_dx(self, dy: Tensor, stored: Stored) -> Tensor:
+        """Compute the gradient of `linear` by x: [S, out] -> [S, in]."""
+        return dy @ self.read(stored, dy.dtype)
+
+    def grouped_linear(self, x: Tensor, stored: Stored, groups: Groups) -> Tensor:
+        """Compute `y[s] = W[expert of s] x[s]`."""
+        if groups.spans is None:
+            return grouped_linear(x, self.read(stored, x.dtype), groups)
+        y = x.new_empty(x.shape[0], stored[0].shape[1])
+        for group, begin, end in groups.spans:
+            torch.mm(x[begin:end], self._read_expert(stored, group, x.dtype).t(), out=y[begin:end])
+        return y
+
+    def grouped_linear_dx(self, dy: Tensor, stored: Stored, groups: Groups) -> Tensor:
+        """Compute the gradient of `grouped_linear` by x."""
+        if groups.spans is None:
+            return grouped_linear_dx(dy, self.read(stored, dy.dtype), groups)
+        in_features = self._read_expert(stored, 0, dy.dtype).shape[1]
+        dx = dy.new_empty(dy.shape[0], in_features)
+        for group, begin, end in groups.spans:
+            torch.mm(dy[begin:end], self._read_expert(stored, group, dy.dtype), out=dx[begin:end])
+        return dx
+
+    def _read_expert(self, stored: Stored, expert: int, dtype: torch.dtype) -> Tensor:
+        return self.read([tensor[expert] for tensor in stored], dtype)
+
+
+class FloatFormat(WeightFormat):
+    """Weights as they are, in a float type. The only format whose weights can be trained."""
+
+    name = "float"
+
+    def store(self, weight: Tensor) -> Stored:
+        return (weight,)
+
+    def read(self, stored: Stored, dtype: torch.dtype) -> Tensor:
+        return stored[0].to(dtype)
+
+    def linear(self, x: Tensor, stored: Stored, bias: Tensor | None) -> Tensor:
+        weight = stored[0]  # as it is: under autocast the product casts it
+        return torch.addmm(bias, x, weight.t()) if bias is not None else x @ weight.t()
+
+    def linear_dx(self, dy: Tensor, stored: Stored) -> Tensor:
+        return dy @ stored[0]
+
+    def grouped_linear(self, x: Tensor, stored: Stored, groups: Groups) -> Tensor:
+        return grouped_linear(x, self.read(stored, x.dtype), groups)
+
+    def grouped_linear_dx(self, dy: Tensor, stored: Stored, groups: Groups) -> Tensor:
+        return grouped_linear_dx(dy, self.read(stored, dy.dtype), groups)
+
+
+FLOAT = FloatFormat()
+
+
+def format_of(module: nn.Module) -> WeightFormat:
+    """Return the format of a module's weights."""
+    return getattr(module, "weight_format", FLOAT)
+
+
+def stored_weight(module: nn.Module, name: str) -> list[Tensor]:
+    """Return the tensors of a weight of a module."""
+    return [getattr(module, name + ending) for ending in format_of(module).endings]
+
+
+def keep_stored(module: nn.Module, name: str, weight_format: WeightFormat) -> None:
+    """Replace a weight of a module by its stored tensors, frozen. On the meta device nothing is read."""
+    for ending, tensor in zip(weight_format.endings, weight_format.store(getattr(module, name).detach()), strict=True):
+        setattr(module, name + ending, nn.Parameter(tensor, requires_grad=False))
+    module.weight_format = weight_format  # type: ignore[assignment]
+    module.stored_weights = (*getattr(module, "stored_weights", ()), name)  # type: ignore[assignment]
+    if type(module) is nn.Linear:
+        module.__class__ = FrozenLinear
+
+
+class FrozenLinear(nn.Linear):
+    """A linear layer whose weight is stored in a format of `WeightFormat` and not trained."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if format_of(self) is FLOAT:
+            return F.linear(input, self.weight, self.bias)
+        return _FrozenLinear.apply(input, self.bias, format_of(self), *stored_weight(self, "weight"))  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _FrozenLinear(torch.autograd.Function):
+    """y = x W^T + b, of which only the gradient by x is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, weight_format: WeightFormat, *stored: Tensor) -> Tensor:
+        ctx.save_for_backward(*stored)
+        ctx.weight_format = weight_format
+        return weight_format.linear(x.reshape(-1, x.shape[-1]), stored, bias).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        stored = ctx.saved_tensors
+        rows = ctx.weight_format.linear_dx(d_y.reshape(-1, d_y.shape[-1]), stored)
+        return (rows.view(*d_y.shape[:-1], -1), None, None, *(None for _ in stored))

@@ -1,0 +1,114 @@
+"""A weight format of a test file: its weights are stored, cut over ranks, multiplied, read back and counted."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from surefoot.models.build import BuiltModel, build_model
+from surefoot.models.lora import LoraLinear, LoraSettings
+from surefoot.models.quantization.base import FrozenLinear, format_of, stored_weight
+from tests.support.int8_format import INT8, STORED, is_stored, loss_and_gradients, write_as_read
+
+CPU = torch.device("cpu")
+PROGRAM = Path(__file__).with_name("stored_ranks.py")
+PLAIN = LoraSettings(STORED.rank, STORED.alpha, targets=STORED.targets)
+
+
+def build(folder: Path, lora: LoraSettings, **options: bool) -> BuiltModel:
+    targets = ("attention",) if "llama" in str(folder) else lora.targets
+    lora = LoraSettings(lora.rank, lora.alpha, targets=targets, weight_format=lora.weight_format)
+    return build_model(folder, lora=lora, device=CPU, dtype=torch.float32, **options)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2_moe", "mixtral"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_it_computes_with_the_weights_that_are_read_back(
+    kind: str, checkpointing: bool, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = model_folder(kind)
+    stored = build(folder, STORED, gradient_checkpointing=checkpointing)
+    plain = build(write_as_read(folder, tmp_path / kind), PLAIN)
+    loss, gradients = loss_and_gradients(stored)
+    wanted_loss, wanted = loss_and_gradients(plain)
+    assert loss == pytest.approx(wanted_loss, rel=1e-6)
+    assert gradients.keys() == wanted.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, wanted[name], atol=1e-6, rtol=1e-4)
+    assert abs(loss - loss_and_gradients(build(folder, PLAIN))[0]) > 1e-6, "the format must have changed something"
+
+
+def test_weights_of_the_decoder_are_stored_and_read_back(model_folder: Callable[[str], Path]) -> None:
+    folder = model_folder("qwen2_moe")
+    model, plain = build(folder, STORED).model, build(folder, PLAIN).model
+    weights = dict(plain.named_parameters())
+    seen = set()
+    for owner, module in model.named_modules():
+        for leaf in getattr(module, "stored_weights", ()):
+            name = f"{owner}.{leaf}"
+            back = INT8.read(stored_weight(module, leaf), torch.float32)
+            step = weights[name].abs().amax(-1, keepdim=True) / 127
+            assert ((back - weights[name]).abs() <= step / 2 * 1.001).all(), name
+            seen.add(name)
+    assert seen == {name for name in weights if is_stored(name) and "lora" not in name}
+    assert format_of(model.get_submodule("lm_head")).name == "float"
+
+
+def test_bytes_are_counted_as_they_are_held(model_folder: Callable[[str], Path]) -> None:
+    folder = model_folder("mixtral")
+    model, plain = build(folder, STORED).model, build(folder, PLAIN).model
+    held = sum(parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad)
+    counted = sum(
+        INT8.count_bytes(parameter.shape, parameter.dtype) if is_stored(name) else parameter.nbytes
+        for name, parameter in plain.named_parameters()
+        if not parameter.requires_grad
+    )
+    assert held == counted < sum(p.nbytes for p in plain.parameters() if not p.requires_grad) * 0.6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("zero_stage", "expert_parallel"), [(0, 1), (2, 2), (3, 1), (3, 2)])
+def test_two_ranks_compute_what_one_does(
+    zero_stage: int, expert_parallel: int, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = model_folder("mixtral")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+         str(PROGRAM), str(folder), str(zero_stage), str(expert_parallel), str(tmp_path / "out.safetensors")],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True, text=True, timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = load_file(tmp_path / "out.safetensors")
+    alone = build(folder, STORED)
+    loss, gradients = loss_and_gradients(alone)
+    assert found.pop("loss").item() == pytest.approx(loss, rel=1e-6)
+    frozen = sum(parameter.nbytes for parameter in alone.model.parameters() if not parameter.requires_grad)
+    experts = sum(
+        parameter.nbytes for name, parameter in alone.model.named_parameters()
+        if ".experts." in name and not parameter.requires_grad
+    )  # fmt: skip
+    held = found.pop("held").item()
+    if zero_stage == 3:
+        assert held <= frozen / 2 * 1.1
+    else:
+        assert held == frozen - (experts // 2 if expert_parallel == 2 else 0)
+    assert found.keys() == gradients.keys()
+    for name, gradient in found.items():  # both ranks train on the same batch
+        torch.testing.assert_close(gradient, 2 * gradients[name], atol=1e-6, rtol=1e-4)
+
+
+def test_a_module_keeps_its_names_and_its_kind(model_folder: Callable[[str], Path]) -> None:
+    model = build(model_folder("llama"), STORED).model
+    layer = model.get_submodule("model.layers.0")
+    assert type(layer.get_submodule("self_attn.q_proj")) is LoraLinear
+    assert type(layer.get_submodule("mlp.up_proj")) is FrozenLinear
+    assert type(model.get_submodule("lm_head")) is nn.Linear
+    assert model.state_dict()["model.layers.0.mlp.up_proj.weight"].dtype == torch.int8
+    assert not getattr(model.config, "quantization_config", None)
