@@ -201,7 +201,7 @@ def storage_error(path: Path, error: OSError) -> StorageError:
         free_space = f" ({shutil.disk_usage(folder).free / 2**20:.0f} MiB free on its file system)"
     return StorageError(
         f"{path}: could not be written: {error.strerror or error}{free_space}. "
-        f"No existing file was changed. {advice} another {place}, then run again."
+        f"Existing files were not touched. {advice} another {place}, then run again."
     )
 
 
