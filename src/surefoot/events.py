@@ -73,7 +73,7 @@ class StepEnded:
     """Load-balancing loss before its coefficient."""
     expert_load: tuple[float, ...] | None = None
     """Rows of the busiest expert over the mean, per MoE layer (1 is even)."""
-    measured: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
     """Further metrics of the method by name; GRPO: reward, entropy, clip_ratio, policy_version, ..."""
 
 
@@ -82,7 +82,7 @@ class Evaluated:
     """End of an evaluation."""
 
     step: int
-    measured: Mapping[str, float]
+    metrics: Mapping[str, float]
     """Metrics by name: eval_loss and eval_trained_tokens; with GRPO eval_reward and other metrics of completions."""
 
 

@@ -18,8 +18,9 @@ from surefoot.config.resolve import resolve
 from surefoot.distributed.process_group import World, init_distributed
 from surefoot.launch.rank_process import leave
 from surefoot.training.async_checkpoint import Saver
+from surefoot.training.phases import Phases
 from surefoot.training.run_dir import Resume
-from surefoot.training.trainer import _assemble, _open
+from surefoot.training.trainer import _assemble, _open, _Run
 
 
 def reshard(settings: dict[str, Any], target: str, ranks: World) -> None:
@@ -28,8 +29,8 @@ def reshard(settings: dict[str, Any], target: str, ranks: World) -> None:
     if ranks.is_first:
         Path(target).mkdir(parents=True)
     with ExitStack() as undo:
-        opened = _open(loaded, resume, lambda _: None, ranks)
-        assembled = _assemble(loaded, opened, resume, lambda _: None, undo, ranks, lambda: False)
+        run = _Run(loaded, resume, ranks, lambda _: None, Phases(lambda _: None, ranks.rank))
+        assembled = _assemble(run, _open(run), undo, lambda: False)
     learner = assembled.job.learner
     saver = Saver(Path(target), {}, None, ranks)
     saver.save(learner.parameters, learner.optimizer, assembled.state)

@@ -1,4 +1,4 @@
-"""A closed, full or unread standard output or error changes no exit status. Real processes, started by a shell."""
+"""A closed or unread standard output or error changes no exit status; a full one does. Real processes."""
 
 import os
 import subprocess
@@ -45,7 +45,16 @@ def status_of(command: str, redirection: str, cwd: Path) -> int:
     ],
 )
 def test_light_verbs_end_as_ever(tmp_path: Path, command: str, status: int, redirection: str) -> None:
-    assert status_of(command, redirection, tmp_path) == status
+    has_lost_its_result = redirection == ">/dev/full" and status == 0
+    assert status_of(command, redirection, tmp_path) == (1 if has_lost_its_result else status)
+
+
+@pytest.mark.parametrize("command", ["settings", "explain SF104", "--version"])
+def test_a_full_disk_at_the_standard_output_is_reported(command: str) -> None:
+    line = f"{sys.executable} -m surefoot {command} > /dev/full"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: standard output could not be written: No space left on device.")
 
 
 @pytest.mark.matrix
@@ -54,7 +63,8 @@ def test_runs_end_as_ever_and_keep_what_they_made(tmp_path: Path, settings: dict
         run = tmp_path / f"run-{number}"
         (tmp_path / "run.yaml").write_text(yaml.safe_dump({**settings, "max_steps": 2, "output_dir": str(run)}))
         json = "--json" if number % 2 else ""
-        assert status_of(f"train run.yaml {json}", redirection, tmp_path) == 0, redirection
+        status = 1 if "full" in redirection else 0
+        assert status_of(f"train run.yaml {json}", redirection, tmp_path) == status, redirection
         assert (run / "adapter" / "adapter_model.safetensors").stat().st_size > 0
         assert (run / "summary.json").read_text().startswith("{"), "nothing that was printed went into a file"
     for command in (
@@ -64,7 +74,7 @@ def test_runs_end_as_ever_and_keep_what_they_made(tmp_path: Path, settings: dict
         "plan run.yaml",
     ):
         assert status_of(command, ">&- 2>&-", tmp_path) == 0, command
-        assert status_of(command, ">/dev/full", tmp_path) == 0, command
+        assert status_of(command, ">/dev/full", tmp_path) == 1, command
 
 
 def test_two_ranks_end_as_ever_where_nobody_reads(tmp_path: Path, settings: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from surefoot.diagnostics.monitor.explain import explain
 from surefoot.diagnostics.rules.numerics import Numbers
 from surefoot.events import ExpertRanksUsed
 from surefoot.findings import Finding
-from surefoot.training.expert_load import STEPS, ExpertUse
+from surefoot.training.expert_load import STEPS, ExpertLoadCounter
 from tests.support.models import make_model
 
 
@@ -100,7 +100,7 @@ def test_a_trainer_that_logs_now_and_then_is_heard_only_then() -> None:
 
 
 def counts(steps: int, rows: list[list[int]], tokens: int) -> list[Any]:
-    use = ExpertUse(0)
+    use = ExpertLoadCounter(0)
     return [one for step in range(1, steps + 1) for one in use.add(step, torch.tensor(rows), tokens)]
 
 
@@ -111,12 +111,12 @@ def test_use_of_experts_is_added_up_over_many_steps() -> None:
 
 
 def test_what_ranks_that_share_experts_get_is_told_also_where_routers_are_frozen() -> None:
-    use = ExpertUse(0, trains_routers=False, shared_out=2)
+    use = ExpertLoadCounter(0, trains_routers=False, shared_out=2)
     said = [
         one for step in range(1, STEPS + 1) for one in use.add(step, torch.tensor([[8, 4, 2, 2], [1, 3, 4, 8]]), 16)
     ]
     assert said == [ExpertRanksUsed(0, STEPS, 1.5, 2)]  # of each layer the busiest rank is waited for
-    alone = ExpertUse(0, trains_routers=False)
+    alone = ExpertLoadCounter(0, trains_routers=False)
     assert [alone.add(step, torch.tensor([[9, 0]]), 9) for step in range(STEPS)] == [[]] * STEPS
 
 
@@ -140,7 +140,7 @@ def test_what_is_a_collapse(rows: list[list[int]], tokens: int, codes: list[str]
 
 
 def test_an_expert_that_is_used_no_more_is_named_and_one_that_never_was_is_not() -> None:
-    use, numbers = ExpertUse(0), Numbers()
+    use, numbers = ExpertLoadCounter(0), Numbers()
     for step, rows in enumerate([[[50, 25, 20, 5, 0]]] * STEPS + [[[60, 40, 0, 0, 0]]] * STEPS, 1):
         for used in use.add(step, torch.tensor(rows), 100):
             values = {name: float(getattr(used, name)) for name in ("layer", "share", "even_share", "silent", "rows")}

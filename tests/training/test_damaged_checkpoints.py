@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 import surefoot
 from surefoot.errors import CheckpointError, DataError
-from surefoot.training.checkpoint import TrainState, checkpoint_folder, find_newest, load_checkpoint, verify
-from surefoot.training.manifest import DamagedCheckpoint, seal
-from surefoot.training.state_fields import CHECKS
+from surefoot.system.json_files import DamagedFile
+from surefoot.training.checkpoint import CHECKS, TrainState, checkpoint_folder, find_newest, load_checkpoint, verify
+from surefoot.training.manifest import seal
 from tests.support.checkpoints import as_format_3, read_json, reseal, save_steps, small_parameters
 from tests.support.processes import surefoot as command
 
@@ -134,7 +134,7 @@ def test_every_flipped_bit_of_a_manifest_is_seen_or_changes_nothing(run: Path) -
             path.write_bytes(flipped)
             try:
                 assert verify(newest) == manifest
-            except DamagedCheckpoint:
+            except DamagedFile:
                 seen += 1
     assert seen > len(content) * 2
 

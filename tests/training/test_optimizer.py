@@ -8,7 +8,8 @@ from torch import nn
 
 from surefoot.config import DatasetItem, RunConfig
 from surefoot.methods.sft.settings import SftConfig
-from surefoot.training.optimizer import build_optimizer, learning_rate_at
+from surefoot.training.lr_schedule import learning_rate_at
+from surefoot.training.train_setup import build_optimizer
 
 
 def config(**changes: object) -> RunConfig:

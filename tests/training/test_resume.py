@@ -30,11 +30,11 @@ from surefoot.errors import CheckpointError, ConfigError, DataError, ModelError,
 from surefoot.events import CompletionsMade, StepEnded
 from surefoot.findings import Finding
 from surefoot.methods.token_loss import TokenLoss
+from surefoot.system.json_files import DamagedFile
+from surefoot.system.process import StopSignal
 from surefoot.training import async_checkpoint
 from surefoot.training.checkpoint import find_newest, list_checkpoints, verify
 from surefoot.training.export import export, load
-from surefoot.training.loop import StopSignal
-from surefoot.training.manifest import DamagedCheckpoint
 from surefoot.training.metrics import CompletionsFile
 from surefoot.training.run_summary import FindingLog
 from surefoot.training.sharded_tensors import ShardedTensors
@@ -120,13 +120,13 @@ def test_kill_9_at_any_moment_then_resume_bit_for_bit(settings: dict[str, Any], 
 
 
 def test_sigterm_during_a_save_lets_it_finish(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    original = async_checkpoint.write_pieces
+    original = async_checkpoint.write_blocks
 
     def interrupted(*args: Any, **options: Any) -> None:
         original(*args, **options)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(async_checkpoint, "write_pieces", interrupted)
+    monkeypatch.setattr(async_checkpoint, "write_blocks", interrupted)
     result = surefoot.train(settings, screen=False, save_steps=2, max_steps=40)
     assert result.status == "interrupted"
     assert 2 <= result.steps < 40, "training goes on beside the save until it sees the signal"
@@ -261,7 +261,7 @@ def test_naming_a_damaged_checkpoint_is_refused(settings: dict[str, Any], tmp_pa
     run = surefoot.train(settings, screen=False).run_folder
     path = list_checkpoints(run)[-1]
     os.truncate(next((path / "optimizer").glob("*.safetensors")), 100)
-    with pytest.raises(DamagedCheckpoint, match=r"optimizer/.*\.safetensors"):
+    with pytest.raises(DamagedFile, match=r"optimizer/.*\.safetensors"):
         verify(path)
     with pytest.raises(CheckpointError, match=f"resume_from_checkpoint=.*{path.name} is damaged"):
         surefoot.train(settings, screen=False, output_dir=tmp_path / "new", resume_from_checkpoint=path)
@@ -497,7 +497,7 @@ def test_a_save_that_fails_in_any_way_is_an_error_of_the_run(
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("broken on purpose")
 
-    monkeypatch.setattr(async_checkpoint, "write_pieces", broken)
+    monkeypatch.setattr(async_checkpoint, "write_blocks", broken)
     with pytest.raises(StorageError, match="step-00000002: .*RuntimeError: broken on purpose"):
         surefoot.train(settings, save_steps=2, screen=False)
     assert list_checkpoints(Path(settings["output_dir"])) == []
@@ -588,7 +588,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     """What is written is the state at the save, not the one training has come to since."""
     base = {**settings, "save_steps": 2, "lr_scheduler_type": "constant"}
     surefoot.train({**base, "output_dir": str(tmp_path / "quick"), "max_steps": 2}, screen=False)
-    original, metrics = async_checkpoint.write_pieces, Path(base["output_dir"]) / "metrics.jsonl"
+    original, metrics = async_checkpoint.write_blocks, Path(base["output_dir"]) / "metrics.jsonl"
     waited: list[Path] = []
 
     def after_two_more_steps(path: Path, *args: Any, **options: Any) -> None:
@@ -600,7 +600,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
             waited.append(path)
         original(path, *args, **options)
 
-    monkeypatch.setattr(async_checkpoint, "write_pieces", after_two_more_steps)
+    monkeypatch.setattr(async_checkpoint, "write_blocks", after_two_more_steps)
     surefoot.train({**base, "max_steps": 5}, screen=False)
     assert len(waited) == 2
     folder = "checkpoints/step-00000002/model"
@@ -663,16 +663,17 @@ def test_a_link_in_a_run_folder_is_not_written_through(settings: dict[str, Any],
     assert (tmp_path / "bashrc").read_text() == "mine"
 
 
-def test_a_linked_folder_of_checkpoints_is_used_and_an_overwriting_run_leaves_it_alone(
+def test_a_linked_folder_of_checkpoints_is_used_and_an_overwriting_run_is_refused(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
     run = surefoot.train(settings, screen=False).run_folder
     shutil.move(run / "checkpoints", tmp_path / "other")
     (run / "checkpoints").symlink_to(tmp_path / "other")
     assert surefoot.train(settings, screen=False).status == "completed"
-    assert surefoot.train(settings, screen=False, overwrite_output_dir=True).status == "completed"
-    assert not (run / "checkpoints").is_symlink()
-    assert list((tmp_path / "other").iterdir())
+    with pytest.raises(ConfigError, match="checkpoints is a link to .*other, and overwrite_output_dir "):
+        surefoot.train(settings, screen=False, overwrite_output_dir=True)
+    assert list_checkpoints(run)
+    assert (run / "checkpoints").is_symlink(), "neither the checkpoints nor the link to them are lost"
 
 
 def test_an_old_checkpoint_that_is_a_link_is_pruned_and_what_it_leads_to_stays(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from surefoot.errors import ConfigError
-from surefoot.system.atomic_io import storage_error, sync_folder
+from surefoot.system.atomic_io import storage_error, sync
 
 VARIABLE = "SUREFOOT_RENDEZVOUS_SECRET"
 FILE = ".rendezvous-secret"
@@ -71,7 +71,7 @@ def shared_secret(run_folder: Path) -> Iterator[str]:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
-            sync_folder(run_folder)
+            sync(run_folder)
         except OSError as error:
             raise storage_error(path, error) from error
         yield secret

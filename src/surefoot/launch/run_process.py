@@ -11,7 +11,7 @@ import time
 
 from surefoot.config import LoadedConfig
 from surefoot.launch.run_verb import run_verb, train_and_print
-from surefoot.system.console import protect_streams
+from surefoot.system.console import protect_streams, report_lost_output
 from surefoot.system.process import end_with_parent, own_stop_signals
 
 LEAVE_AFTER_S = 300.0
@@ -29,7 +29,9 @@ def main() -> int:
     if os.getppid() != request["supervisor"]:
         return 1
     threading.Thread(target=_end_after, args=(request["supervisor"],), name="parent", daemon=True).start()
-    return run_verb(lambda: train_and_print(LoadedConfig.from_json(request), as_json=request["as_json"]))
+    return report_lost_output(
+        run_verb(lambda: train_and_print(LoadedConfig.from_json(request), as_json=request["as_json"]))
+    )
 
 
 def _end_after(supervisor: int) -> None:

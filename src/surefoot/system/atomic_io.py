@@ -43,20 +43,11 @@ def make_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for path in created:
         with suppress(PermissionError):  # a folder that is writable but not readable cannot be opened to sync it
-            sync_folder(path.parent)
+            sync(path.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the entries of `folder` itself (names, renames) durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_file(path: Path) -> None:
-    """Make the bytes of one file durable."""
+def sync(path: Path) -> None:
+    """Make the bytes of a file, or the entries of a folder itself (names, renames), durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -82,7 +73,7 @@ def write_bytes(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        sync_folder(path.parent)
+        sync(path.parent)
     except OSError as error:
         with suppress(OSError):  # if this is refused too, the first error names the reason
             temporary.unlink()
@@ -107,11 +98,9 @@ def new_folder(target: Path) -> Iterator[Path]:
         temporary.mkdir()
         yield temporary
         for path in sorted(temporary.rglob("*")):
-            if path.is_file():
-                sync_file(path)
-            elif path.is_dir():
-                sync_folder(path)
-        sync_folder(temporary)
+            if path.is_file() or path.is_dir():
+                sync(path)
+        sync(temporary)
         replace_folder(target, temporary)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -133,7 +122,7 @@ def replace_folder(target: Path, complete: Path) -> None:
     """
     if not target.exists():
         os.replace(complete, target)
-        sync_folder(target.parent)
+        sync(target.parent)
         return
     if not target.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(target))
@@ -146,7 +135,7 @@ def replace_folder(target: Path, complete: Path) -> None:
         except OSError:
             os.replace(replaced, target)
             raise
-    sync_folder(target.parent)
+    sync(target.parent)
     with suppress(OSError):
         delete(replaced)
 
@@ -178,7 +167,7 @@ def repair_folder(folder: Path) -> None:
             delete(path)
         else:
             os.replace(path, target)
-            sync_folder(folder)
+            sync(folder)
 
 
 def delete(path: Path) -> None:
@@ -212,8 +201,17 @@ def storage_error(path: Path, error: OSError) -> StorageError:
         free_space = f" ({shutil.disk_usage(folder).free / 2**20:.0f} MiB free on its file system)"
     return StorageError(
         f"{path}: could not be written: {error.strerror or error}{free_space}. "
-        f"Nothing that was there before was touched. {advice} another {place}, then run again."
+        f"Existing files were not touched. {advice} another {place}, then run again."
     )
+
+
+@contextmanager
+def raise_storage_error(path: Path) -> Iterator[None]:
+    """Raise StorageError for `path` if the system refuses an operation of the block."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(path, error) from error
 
 
 def sha256_of(path: Path) -> str:

@@ -3,6 +3,7 @@
 Both cgroup v2 and v1 are read. Every function returns None for a value that cannot be read.
 """
 
+from collections.abc import Callable
 from math import inf
 from pathlib import Path
 
@@ -20,20 +21,15 @@ def oom_kills() -> int | None:
 
 def memory_limit_bytes() -> int | None:
     """Return the lowest memory limit of this group and its parent groups; None without a limit."""
-    return min(
-        (limit for folder in _list_cgroup_folders("memory") if (limit := _read_memory_limit_bytes(folder)) is not None),
-        default=None,
-    )
+    limit_bytes, _ = _find_lowest_limit("memory", _read_memory_limit_bytes)
+    return int(limit_bytes) if limit_bytes < inf else None
 
 
 def memory_used_bytes() -> int | None:
     """Return the memory in use in the group with the lowest limit, without the page cache that can be reclaimed."""
-    groups = _list_cgroup_folders("memory")
-    if not groups:
+    _, folder = _find_lowest_limit("memory", _read_memory_limit_bytes)
+    if folder is None:
         return None
-    folder = min(
-        groups, key=lambda group: limit if (limit := _read_memory_limit_bytes(group)) is not None else UNLIMITED_BYTES
-    )
     used = _read_control_file(folder, "memory.current", "memory.usage_in_bytes")
     stat = _read_counters(folder, "memory.stat", "memory.stat")
     cache = stat.get("inactive_file", stat.get("total_inactive_file", 0))
@@ -42,10 +38,8 @@ def memory_used_bytes() -> int | None:
 
 def cpu_quota() -> float | None:
     """Return the CPUs that this group may use at once: the lowest limit, as for memory; None without a limit."""
-    return min(
-        (quota for folder in _list_cgroup_folders("cpu") if (quota := _read_cpu_quota(folder)) is not None),
-        default=None,
-    )
+    quota, _ = _find_lowest_limit("cpu", _read_cpu_quota)
+    return quota if quota < inf else None
 
 
 def tasks() -> tuple[int, int] | None:
@@ -64,31 +58,38 @@ def tasks() -> tuple[int, int] | None:
 
 def throttled_periods() -> tuple[int, int] | None:
     """Return (periods in which the group with the lowest CPU limit was throttled, periods in which it ran) so far."""
-    groups = _list_cgroup_folders("cpu")
-    if not groups:
+    _, folder = _find_lowest_limit("cpu", _read_cpu_quota)
+    if folder is None:
         return None
-    folder = min(groups, key=lambda group: quota if (quota := _read_cpu_quota(group)) is not None else inf)
     counters = _read_counters(folder, "cpu.stat", "cpu.stat")
     if "nr_throttled" not in counters or "nr_periods" not in counters:
         return None
     return counters["nr_throttled"], counters["nr_periods"]
 
 
-def _read_memory_limit_bytes(folder: Path) -> int | None:
+def _find_lowest_limit(controller: str, read_limit: Callable[[Path], float]) -> tuple[float, Path | None]:
+    """Return the lowest limit of this group and its parent groups, and the folder of the group that has it.
+
+    Without a limit it is infinity, of this process's own group; the folder is None without such a controller.
+    """
+    limits = [(read_limit(folder), folder) for folder in _list_cgroup_folders(controller)]
+    return min(limits, key=lambda limit: limit[0], default=(inf, None))
+
+
+def _read_memory_limit_bytes(folder: Path) -> float:
     text = _read_control_file(folder, "memory.max", "memory.limit_in_bytes")
-    limit = int(text) if text.isdigit() else None
-    return limit if limit is not None and limit < UNLIMITED_BYTES else None
+    return int(text) if text.isdigit() and int(text) < UNLIMITED_BYTES else inf
 
 
-def _read_cpu_quota(folder: Path) -> float | None:
+def _read_cpu_quota(folder: Path) -> float:
     fields = _read_control_file(folder, "cpu.max", "cpu.cfs_quota_us").split()
     if len(fields) == 2:  # cgroup v2: quota and period
         quota, period = fields
     elif fields:
         quota, period = fields[0], _read_control_file(folder, "cpu.max", "cpu.cfs_period_us")
     else:
-        return None
-    return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
+        return inf
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else inf
 
 
 def _read_counters(folder: Path, v2_name: str, v1_name: str) -> dict[str, int]:

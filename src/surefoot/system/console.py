@@ -19,6 +19,9 @@ STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 class _Output(io.FileIO):
     """A descriptor whose failed writes are dropped."""
 
+    error: OSError | None = None
+    """Last error of a write, such as a full disk; a reader that has gone away is none."""
+
     def write(self, content: Any, /) -> int:
         """Write as much as possible; return the full length."""
         try:
@@ -29,6 +32,8 @@ class _Output(io.FileIO):
         except OSError as error:
             if error.errno in GONE:
                 drop(self.fileno())
+            else:
+                self.error = error
             return len(memoryview(content))
 
 
@@ -55,6 +60,16 @@ def protect_streams() -> None:
         text = io.TextIOWrapper(output, encoding, errors="backslashreplace", line_buffering=is_line_buffered)
         setattr(sys, name, text)
         setattr(sys, f"__{name}__", text)  # also marks the stream as protected
+
+
+def report_lost_output(status: int) -> int:
+    """Flush standard output at the end of a program and return its exit status: 1 instead of 0 if text was lost."""
+    sys.stdout.flush()
+    output = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    if not isinstance(output, _Output) or output.error is None:
+        return status
+    say(f"error: standard output could not be written: {output.error.strerror}. What was printed is incomplete.")
+    return status or 1
 
 
 def say(text: str) -> None:

@@ -2,17 +2,17 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import isfinite
 from pathlib import Path
 from typing import Any, NoReturn
+
+from surefoot.system.atomic_io import write_bytes
 
 MAX_BYTES = 64 << 20
 MAX_LINE_BYTES = 64 << 20
 MAX_DEPTH = 200
 """Nesting that no file of this project comes near, and that every reader of it can follow."""
-
-
 MAX_SIZE = 1 << 31
 
 
@@ -66,6 +66,16 @@ def read_objects(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
                 yield line, parse_object(line)
 
 
+def keep_lines(path: Path, is_kept: Callable[[dict[str, Any] | None], bool]) -> None:
+    """Replace a file by the lines whose object, or None for a line that holds none, `is_kept` accepts.
+
+    Raises: OSError; StorageError.
+    """
+    if path.is_file():
+        lines = [text.rstrip(b"\n") + b"\n" for text, value in read_objects(path) if is_kept(value)]
+        write_bytes(path, b"".join(lines))
+
+
 def parse_object(line: bytes) -> dict[str, Any] | None:
     """Return the JSON object of a line, or None if it holds none."""
     if not line.lstrip().startswith(b"{"):
@@ -100,7 +110,7 @@ def is_number(value: object) -> bool:
 def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) != len(pairs):
-        raise ValueError("a key stands twice in one object")
+        raise ValueError("an object has a key twice")
     return values
 
 

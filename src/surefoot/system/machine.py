@@ -4,9 +4,11 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from surefoot.system.json_files import read_object
 
@@ -117,7 +119,7 @@ class Snapshot:
     """nofile, memlock (bytes), nproc: the soft limits of this process; -1 is no limit."""
     memory_bytes: dict[str, int] = field(default_factory=dict)
     """total, available, swap_total, swap_used; limit and limit_left if the cgroup has a limit."""
-    cpus: dict[str, float] = field(default_factory=dict)
+    cpus: dict[str, int | float] = field(default_factory=dict)
     """count; usable by the affinity of this process; quota if the cgroup has one."""
     shared_memory: Disk | None = None
     output: Disk | None = None
@@ -163,27 +165,10 @@ def read_snapshot(path: Path, host: str = "") -> Snapshot:
         machines = [content["machine"], *content.get("other_machines", [])]
         return snapshot_of(next((machine for machine in machines if machine.get("host") == host), machines[0]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no snapshot of a machine: {error!r}") from error
+        reason = " ".join(repr(error).split())[:200]
+        raise ValueError(f"{path} is no snapshot of a machine: {reason}") from error
 
 
 def snapshot_of(payload: Mapping[str, Any]) -> Snapshot:
-    """Return a snapshot from its JSON, which another version may have written."""
-    names = {declared.name for declared in fields(Snapshot)}
-    values = {name: value for name, value in payload.items() if name in names}
-    for name in ("shared_memory", "output"):
-        values[name] = Disk(**values[name]) if values.get(name) else None
-    values["interfaces"] = {
-        name: Interface(
-            tuple(interface["addresses"]), interface["is_up"], interface["mtu"], interface.get("speed_mbit", 0)
-        )
-        for name, interface in values.get("interfaces", {}).items()
-    }
-    values["ports"] = tuple(Port(**{**port, "gids": tuple(port["gids"])}) for port in values.get("ports", ()))
-    values["cards"] = tuple(
-        Gpu(**{**gpu, **{name: tuple(gpu[name]) for name in ("slowed_by", "links", "processes")}})
-        for gpu in values.get("cards", ())
-    )
-    for name in ("host_addresses", "xids", "other_nccl"):
-        values[name] = tuple(values.get(name, ()))
-    values["acs"] = tuple(values["acs"]) if values.get("acs") is not None else None
-    return Snapshot(**values)
+    """Return a snapshot from its JSON; keys that only another version has are left out. Raises: ValueError."""
+    return TypeAdapter(Snapshot).validate_python(payload)

@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
@@ -11,6 +12,7 @@ from typing import Any, NoReturn
 
 from surefoot.errors import ConfigError
 from surefoot.system.cgroup import oom_kills
+from surefoot.system.console import say_at_once
 
 PYTHON = (sys.executable, "-P")
 """Python command for a child process. Without -P it would import `yaml.py` of the current folder as PyYAML."""
@@ -72,6 +74,52 @@ def restore_handlers(before: Mapping[signal.Signals, Any]) -> None:
         if isinstance(handler, StopHandler):
             handler.is_over = True
         signal.signal(number, handler)
+
+
+class StopSignal:
+    """Stop signals of a run: during the loop they are remembered and the run saves; before and after they interrupt."""
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._deferred = False
+        self._is_ending = False
+
+    @contextmanager
+    def watching(self) -> Iterator["StopSignal"]:
+        """Install the handlers; outside the main thread signals stay with their current handlers."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before = {number: signal.signal(number, self._handle) for number in stop_signals()}
+        try:
+            yield self
+        finally:
+            restore_handlers(before)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Remember a signal instead of interrupting; a second Ctrl-C still interrupts."""
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
+
+    def note_last_save(self) -> None:
+        """Ignore further signals from now on: the run saves and ends. Only a first Ctrl-C after the save interrupts."""
+        self._is_ending = True
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        is_first, self.received = self.received is None, self.received or signal.Signals(number).name
+        is_ctrl_c = number == signal.SIGINT
+        if not is_first and (self._is_ending or not is_ctrl_c):
+            return
+        if not self._deferred and self._is_ending and not is_ctrl_c:
+            return
+        if not self._deferred or not is_first:
+            raise KeyboardInterrupt(signal.Signals(number).name)
+        if is_ctrl_c and not self._is_ending and os.environ.get("RANK", "0") == "0":
+            say_at_once("the run stops after this step, or in its rollout, and saves; Ctrl-C again ends it unsaved")
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import shutil
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,20 +27,21 @@ from torch import Tensor, nn
 
 from surefoot.distributed.process_group import SINGLE_PROCESS, World
 from surefoot.errors import StorageError, SurefootError
+from surefoot.events import CheckpointSaved
 from surefoot.models.dtensor_blocks import LocalShard, block_of
 from surefoot.system.atomic_io import (
     delete,
     make_folder,
+    raise_storage_error,
     replace_folder,
     sha256_of,
     storage_error,
-    sync_file,
-    sync_folder,
+    sync,
     write_json,
 )
 from surefoot.training.checkpoint import MOMENTS, TrainState, checkpoint_folder, list_checkpoints
 from surefoot.training.manifest import FORMAT_VERSION, MANIFEST, PARTS, STATE, seal
-from surefoot.training.sharded_tensors import of_this_rank, write_pieces
+from surefoot.training.sharded_tensors import select_owned_blocks, write_blocks
 
 LOGGER = logging.getLogger(__name__)
 DEADLINE_S = 3600.0
@@ -54,15 +55,6 @@ NOTES = "notes"
 
 Blocks = dict[str, dict[str, LocalShard]]
 """Part of the checkpoint (`model`, `optimizer`) -> name -> block of this rank."""
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint that is complete, as far as this rank can tell."""
-
-    step: int
-    path: Path
-    save_time_s: float
 
 
 class Saver:
@@ -79,7 +71,7 @@ class Saver:
         """Host memory for this rank's part, reused from save to save."""
         self._thread: threading.Thread | None = None
         self._error: SurefootError | None = None
-        self._saved: Saved | None = None
+        self._saved: CheckpointSaved | None = None
         self._is_abandoned = threading.Event()
 
     def save(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, state: TrainState) -> None:
@@ -104,8 +96,8 @@ class Saver:
         if self._error is not None:
             raise self._error
 
-    def completed(self) -> Saved | None:
-        """Return the save that was completed since the previous call."""
+    def completed(self) -> CheckpointSaved | None:
+        """Return the save that was completed since the previous call, as far as this rank can tell."""
         saved, self._saved = self._saved, None
         return saved
 
@@ -159,7 +151,7 @@ class Saver:
         is_cuda = any(parameter.is_cuda for parameter in parameters.values())
         copied: Blocks = {part: {} for part in PARTS}
         for part, named in blocks.items():
-            for name, block in of_this_rank(named, is_first=self._ranks.is_first).items():
+            for name, block in select_owned_blocks(named, is_first=self._ranks.is_first).items():
                 copy = self._copies.get((part, name))
                 if copy is None or copy.shape != block.local.shape:
                     copy = torch.empty_like(block.local, device="cpu", pin_memory=block.local.is_cuda)
@@ -187,7 +179,7 @@ class Saver:
                 _complete(temporary, target, state, self._config, files)
                 for old in list_checkpoints(self._run_folder)[: -self._keep if self._keep else 0]:
                     _delete_checkpoint(old)
-            self._saved = Saved(state.step, target, time.perf_counter() - began)
+            self._saved = CheckpointSaved(state.step, target, time.perf_counter() - began)
             failure = None
         except OSError as error:
             failure = storage_error(target, error)
@@ -228,21 +220,19 @@ def _delete_checkpoint(checkpoint: Path) -> None:
     leaving = checkpoint.with_name(f".{checkpoint.name}.tmp")
     try:
         checkpoint.rename(leaving)
-        sync_folder(leaving.parent)  # lost power must not leave a checkpoint of its name without some of its files
+        sync(leaving.parent)  # lost power must not leave a checkpoint of its name without some of its files
         delete(leaving)
     except OSError as error:
         LOGGER.warning("an old checkpoint could not be deleted: %s", error)
 
 
 def _empty_folders(temporary: Path, target: Path) -> None:
-    try:
+    with raise_storage_error(target):
         make_folder(target.parent)
         if temporary.exists():
             shutil.rmtree(temporary)
         for part in (*PARTS, NOTES):
             (temporary / part).mkdir(parents=True)
-    except OSError as error:
-        raise storage_error(target, error) from error
 
 
 def _leave_note(path: Path, note: Mapping[str, Any]) -> None:
@@ -257,14 +247,13 @@ def _write_part(temporary: Path, target: Path, blocks: Blocks, ranks: World) -> 
     digests = {}
     for part in PARTS:
         path = temporary / part / f"rank-{ranks.rank:05d}.safetensors"
-        try:
-            write_pieces(path, blocks[part])
-            sync_file(path)
+        with raise_storage_error(target):
+            try:
+                write_blocks(path, blocks[part])
+            except SafetensorError as error:  # it wraps the system's error
+                raise OSError(errno.EIO, str(error)) from error
+            sync(path)
             digests[str(path.relative_to(temporary))] = sha256_of(path)
-        except OSError as error:
-            raise storage_error(target, error) from error
-        except SafetensorError as error:  # it wraps the system's error
-            raise storage_error(target, OSError(errno.EIO, str(error))) from error
     return digests
 
 
@@ -283,7 +272,7 @@ def _complete(
     }
     write_json(temporary / MANIFEST, seal(manifest))
     for part in PARTS:
-        sync_folder(temporary / part)
-    sync_folder(temporary)
-    sync_folder(target.parent.parent)  # a start that was killed may have made `checkpoints` and not synced its name
+        sync(temporary / part)
+    sync(temporary)
+    sync(target.parent.parent)  # a start that was killed may have made `checkpoints` and not synced its name
     replace_folder(target, temporary)

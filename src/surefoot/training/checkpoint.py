@@ -8,7 +8,7 @@
 Nothing here depends on how many ranks wrote it. No pickle is written or read.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,30 +16,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from surefoot.config import settings_class
+from surefoot.config import LoadedConfig, settings_class
 from surefoot.data.sampler import Position
-from surefoot.errors import CheckpointError
+from surefoot.errors import CheckpointError, ConfigError
 from surefoot.findings import Finding
 from surefoot.methods.base import Method
 from surefoot.methods.registry import method_of
 from surefoot.models.dtensor_blocks import block_of
 from surefoot.system.atomic_io import delete
-from surefoot.system.json_files import DamagedFile, read_object
-from surefoot.training.manifest import (
-    MANIFEST,
-    NAME,
-    STATE,
-    DamagedCheckpoint,
-    check_files,
-    read_manifest,
-    refuse_unreadable,
-)
+from surefoot.system.json_files import DamagedFile, is_count, is_number, read_object
+from surefoot.training.manifest import MANIFEST, NAME, STATE, check_files, read_manifest, refuse_unreadable
 from surefoot.training.sharded_tensors import ShardedTensors
-from surefoot.training.state_fields import ADDED_IN_FORMAT_3, check_state
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 MAX_STATE_BYTES = 8 << 30
 """Largest size of state.json: with GRPO it holds completions."""
+ADDED_IN_FORMAT_3 = frozenset(("base_fingerprint", "data_seen", "evaluation_is_due", "reward_files", "pending"))
+"""Fields of state.json that the first versions with format 3 did not write."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +63,36 @@ class TrainState:
     """Completions that further steps train on, in a checkpoint of GRPO."""
 
 
+def _is_share(value: Any) -> bool:
+    return is_number(value) and value >= 0
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_text, value.values()))
+
+
+CHECKS: Mapping[str, Callable[[Any], bool]] = {
+    "step": is_count,
+    "tokens": is_count,
+    "trained_tokens": is_count,
+    "loss_sum": is_number,
+    "base_fingerprint": _is_text,
+    "data_fingerprint": _is_text,
+    "data_seen": _are_texts,
+    "position": Position.is_json,
+    "epoch": _is_share,
+    "warmup_end": _is_share,
+    "evaluation_is_due": lambda value: isinstance(value, bool),
+    "reward_files": _are_texts,
+    "pending": lambda value: isinstance(value, list) and all(isinstance(entry, dict) for entry in value),
+}
+"""Field of `TrainState` -> check whether a JSON value is valid for it."""
+
+
 def checkpoint_folder(run_folder: Path, step: int) -> Path:
     return run_folder / "checkpoints" / f"step-{step:08d}"
 
@@ -94,22 +117,21 @@ def remove_leftovers(run_folder: Path) -> None:
 def verify(path: Path) -> dict[str, Any]:
     """Return the manifest of a checkpoint that a run can resume from, after reading and checking all of it.
 
-    Raises: DamagedCheckpoint naming the file; CheckpointError for a newer format.
+    Raises: DamagedFile naming the file; CheckpointError for a newer format.
     """
     refuse_unreadable(path)
     refuse_unreadable(path / MANIFEST)
     manifest = read_manifest(path)
     check_files(path, manifest["files"])
-    method = _find_method(manifest)
-    state = _read_state(path, method, may_lack=ADDED_IN_FORMAT_3 if manifest["format_version"] == 3 else frozenset())
+    state = _read_state(path, manifest, may_lack=ADDED_IN_FORMAT_3 if manifest["format_version"] == 3 else frozenset())
     if state.step != manifest["step"]:
-        raise DamagedCheckpoint(f"{path / STATE} is of step {state.step}, and the manifest of step {manifest['step']}")
+        raise DamagedFile(f"{path / STATE} is of step {state.step}, and the manifest of step {manifest['step']}")
     try:
         weights, moments = ShardedTensors(path / "model"), ShardedTensors(path / "optimizer")
         weights.check_whole()
         moments.check_whole()
     except CheckpointError as error:
-        raise DamagedCheckpoint(str(error)) from error
+        raise DamagedFile(str(error)) from error
     expected = {
         f"{m}.{name}": torch.Size() if m == "step" else s for name, s in weights.shapes.items() for m in MOMENTS
     }
@@ -117,7 +139,7 @@ def verify(path: Path) -> dict[str, Any]:
         (name for name in {**expected, **moments.shapes} if expected.get(name) != moments.shapes.get(name)), None
     )
     if name is not None:
-        raise DamagedCheckpoint(f"{path / 'optimizer'} does not fit {path / 'model'}: {name} is missing or another")
+        raise DamagedFile(f"{path / 'optimizer'} does not fit {path / 'model'}: {name} is missing or another")
     return manifest
 
 
@@ -127,7 +149,7 @@ def find_newest(run_folder: Path) -> tuple[Path | None, list[Finding]]:
     for path in reversed(list_checkpoints(run_folder)):
         try:
             verify(path)
-        except DamagedCheckpoint as error:
+        except DamagedFile as error:
             findings.append(
                 Finding(
                     code="SF601",
@@ -144,26 +166,52 @@ def find_newest(run_folder: Path) -> tuple[Path | None, list[Finding]]:
 def read_state(path: Path) -> TrainState:
     """Return the counters of a verified checkpoint. Raises: CheckpointError if they have changed since."""
     try:
-        return _read_state(path, _find_method(read_manifest(path)), may_lack=ADDED_IN_FORMAT_3)
-    except DamagedCheckpoint as error:
+        return _read_state(path, read_manifest(path), may_lack=ADDED_IN_FORMAT_3)
+    except DamagedFile as error:
         raise CheckpointError(str(error)) from error
 
 
-def _find_method(manifest: Mapping[str, Any]) -> type[Method]:
-    """Return the method of the run that wrote a checkpoint. Raises: ConfigError if it is not available."""
-    return method_of(settings_class(str(manifest["config"].get("method", "sft"))))
-
-
-def _read_state(checkpoint: Path, method: type[Method], may_lack: frozenset[str]) -> TrainState:
-    path = checkpoint / STATE
-    try:
-        values = read_object(path, MAX_STATE_BYTES)
-        check_state(values, method, may_lack)
-    except DamagedFile as error:
-        raise DamagedCheckpoint(str(error)) from error
-    except ValueError as error:
-        raise DamagedCheckpoint(f"{path} is no state of a run: {error}") from error
+def _read_state(checkpoint: Path, manifest: Mapping[str, Any], may_lack: frozenset[str]) -> TrainState:
+    """Read state.json. Raises: ConfigError if the method of the run that wrote it is not available."""
+    method = method_of(settings_class(str(manifest["config"].get("method", "sft"))))
+    values = read_object(checkpoint / STATE, MAX_STATE_BYTES)
+    for problem in _list_state_problems(values, method, may_lack):
+        raise DamagedFile(f"{checkpoint / STATE} is no state of a run: {problem}")
     return TrainState(**{**values, "position": Position(**values["position"])})
+
+
+def _list_state_problems(values: Mapping[str, Any], method: type[Method], may_lack: frozenset[str]) -> Iterator[str]:
+    """Yield why JSON values are not those of a `TrainState`; a file may match its checksum and still be invalid."""
+    yield from (f"it has no {name}" for name in sorted(CHECKS.keys() - values.keys() - may_lack))
+    yield from (f"it has the unknown key {name[:80]!r}" for name in sorted(values.keys() - CHECKS.keys()))
+    yield from (f"{name} is {repr(value)[:80]}" for name, value in values.items() if not CHECKS[name](value))
+    yield from (f"pending: {problem}" for problem in method.problems_of_pending(values.get("pending", ())))
+
+
+def check_resumable(loaded: LoadedConfig, path: Path, saved: TrainState, begun: TrainState) -> None:
+    """Check that a run can resume from the state of a checkpoint; `begun`: the state of a run that would begin now.
+
+    Raises: CheckpointError for other weights or data; ConfigError if `max_steps` is below its step.
+    """
+    is_beside = loaded.run.tuning == "lora" and saved.base_fingerprint
+    if is_beside and saved.base_fingerprint != begun.base_fingerprint:
+        raise CheckpointError(
+            f"{path} was trained beside other weights: those of {loaded.run.model} have changed. Restore them, or "
+            f"start a new run in another output_dir ({loaded.where('model')})."
+        )
+    if saved.data_fingerprint != begun.data_fingerprint:
+        files = ", ".join(item.path for item in loaded.run.dataset)
+        raise CheckpointError(
+            f"{path} was trained on other data: the rows of {files} or how they are rendered have changed "
+            f"since. Restore them, or start a new run in another output_dir ({loaded.where('dataset')})."
+        )
+    max_steps = loaded.run.max_steps
+    if max_steps is not None and saved.step > max_steps:
+        raise ConfigError(
+            f"max_steps={max_steps}, and the run in {loaded.run.run_folder} is at step {saved.step} already. "
+            "Raise it, choose another output_dir, or take a checkpoint with `surefoot export RUN FOLDER --step N` "
+            f"({loaded.where('max_steps')})."
+        )
 
 
 def load_checkpoint(path: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:

@@ -20,7 +20,7 @@ def trains_routers(model: PreTrainedModel, parameters: Mapping[str, nn.Parameter
     return any(name.startswith(f"{router}.") for name in parameters for router in routers)
 
 
-class ExpertUse:
+class ExpertLoadCounter:
     """Counter of the rows of each expert; after every `STEPS` steps it reports their distribution, and starts again."""
 
     def __init__(self, rank: int, *, trains_routers: bool = True, shared_out: int = 1) -> None:

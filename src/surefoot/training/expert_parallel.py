@@ -144,13 +144,21 @@ def _measure_step_s(
         return None
     seconds: list[float] = []
     for _ in range(WARMUP_STEPS + TIMED_STEPS):
-        rows, step = _prepare_step(learners[0], batches, position)
-        taken_s = _time_slowest_rank(step, ranks)
+        rows, local_batches = ranks.run_or_raise_on_all(partial(batches, position))
+        tokens, trained, weight = ranks.sum(counts_of(local_batches))
+        totals = BatchTotals(round(tokens), round(trained), weight)
+        on_device = [batch.to(learners[0].device) for batch in local_batches]
+        taken_s = _time_slowest_rank(partial(_take_step, on_device, totals, learners[0]), ranks)
         if taken_s is None:
             return None
         seconds.append(taken_s)
         position = rows.next
     return statistics.median(seconds[WARMUP_STEPS:])
+
+
+def _take_step(batches: list[MicroBatch], totals: BatchTotals, learner: TrainContext) -> None:
+    with suppress(NotFinite):  # the run itself reports it, with its rows
+        train_step(batches, totals, learner, learning_rate=0.0, max_grad_norm=0.0)
 
 
 def _time_slowest_rank(work: Callable[[], object], ranks: World) -> float | None:
@@ -165,17 +173,3 @@ def _time_slowest_rank(work: Callable[[], object], ranks: World) -> float | None
     by_rank: list[float | None] = ranks.gather(taken_s)
     fitting = [rank_s for rank_s in by_rank if rank_s is not None]
     return max(fitting) if len(fitting) == len(by_rank) else None
-
-
-def _prepare_step(learner: TrainContext, batches: Batches, position: Position) -> tuple[StepBatch, Callable[[], None]]:
-    """Return (the rows of a step, a function that takes the step). Collective: two agreements."""
-    rows, local_batches = learner.ranks.run_or_raise_on_all(lambda: batches(position))
-    tokens, trained, weight = learner.ranks.sum(counts_of(local_batches))
-    totals = BatchTotals(round(tokens), round(trained), weight)
-    on_device = [batch.to(learner.device) for batch in local_batches]
-
-    def step() -> None:
-        with suppress(NotFinite):  # the run itself reports it, with its rows
-            train_step(on_device, totals, learner, learning_rate=0.0, max_grad_norm=0.0)
-
-    return rows, step

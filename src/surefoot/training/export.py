@@ -18,8 +18,8 @@ from surefoot.models.lora import LoraSettings, adaptable_names, lora_settings, t
 from surefoot.models.resolve_model import local_path, resolve_model
 from surefoot.models.vision import attention_of
 from surefoot.system.atomic_io import new_folder
+from surefoot.system.json_files import DamagedFile
 from surefoot.training.checkpoint import checkpoint_folder, list_checkpoints, verify
-from surefoot.training.manifest import DamagedCheckpoint
 from surefoot.training.run_dir import saved_config
 from surefoot.training.sharded_tensors import ShardedTensors
 
@@ -132,7 +132,7 @@ def _find_checkpoint(run: Path, step: int | None) -> Path:
         )
     try:
         verify(path)
-    except DamagedCheckpoint as error:
+    except DamagedFile as error:
         raise ModelError(f"{error}. Choose another checkpoint with --step.") from error
     return path
 

@@ -1,18 +1,13 @@
 """Loop over steps: batch, step, events, evaluation, checkpoints, stop signals. Nothing else.
 
-SFT and GRPO share it; `LoopContext` holds their differences.
+All methods share it; `LoopContext` holds their differences.
 """
 
-import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
-from types import FrameType
 from typing import Literal
 
 import torch
@@ -22,67 +17,20 @@ from surefoot.data.collate import MicroBatch
 from surefoot.data.sampler import StepBatch
 from surefoot.distributed.process_group import World
 from surefoot.errors import DataError, StoppedOnFinding, SurefootError
-from surefoot.events import BatchDescribed, CheckpointSaved, Evaluated, Event, StepEnded
+from surefoot.events import BatchDescribed, Evaluated, StepEnded
 from surefoot.methods.base import LAST_WAIT_S, BatchTotals, Interrupted, TrainContext
-from surefoot.system.console import say_at_once
-from surefoot.system.process import restore_handlers, stop_signals
+from surefoot.system.process import StopSignal
 from surefoot.training.async_checkpoint import Saver
 from surefoot.training.checkpoint import TrainState, checkpoint_folder, list_checkpoints
-from surefoot.training.expert_load import ExpertUse
+from surefoot.training.expert_load import ExpertLoadCounter
+from surefoot.training.lr_schedule import learning_rate_at
 from surefoot.training.memory_stats import peak_memory_bytes, sample_device_memory, sample_memory
 from surefoot.training.nan_check import not_finite_finding
-from surefoot.training.optimizer import learning_rate_at
-from surefoot.training.phases import Phases
+from surefoot.training.phases import Emit, Phases
 from surefoot.training.step import NotFinite, StepResult, counts_of, train_step
 
-LEDGER_STEPS = 500
+MEMORY_SAMPLE_STEPS = 500
 """Number of steps between two memory samples: old events are overwritten."""
-
-
-class StopSignal:
-    """Stop signals of a run: during the loop they are remembered and the run saves; before and after they interrupt."""
-
-    def __init__(self) -> None:
-        self.received: str | None = None
-        self._deferred = False
-        self._is_ending = False
-
-    @contextmanager
-    def watching(self) -> Iterator["StopSignal"]:
-        """Install the handlers; outside the main thread signals stay with their current handlers."""
-        if threading.current_thread() is not threading.main_thread():
-            yield self
-            return
-        before = {number: signal.signal(number, self._handle) for number in stop_signals()}
-        try:
-            yield self
-        finally:
-            restore_handlers(before)
-
-    @contextmanager
-    def deferred(self) -> Iterator[None]:
-        """Remember a signal instead of interrupting; a second Ctrl-C still interrupts."""
-        self._deferred = True
-        try:
-            yield
-        finally:
-            self._deferred = False
-
-    def note_last_save(self) -> None:
-        """Ignore further signals from now on: the run saves and ends. Only a first Ctrl-C after the save interrupts."""
-        self._is_ending = True
-
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
-        is_first, self.received = self.received is None, self.received or signal.Signals(number).name
-        is_ctrl_c = number == signal.SIGINT
-        if not is_first and (self._is_ending or not is_ctrl_c):
-            return
-        if not self._deferred and self._is_ending and not is_ctrl_c:
-            return
-        if not self._deferred or not is_first:
-            raise KeyboardInterrupt(signal.Signals(number).name)
-        if is_ctrl_c and not self._is_ending and os.environ.get("RANK", "0") == "0":
-            say_at_once("the run stops after this step, or in its rollout, and saves; Ctrl-C again ends it unsaved")
 
 
 @dataclass(frozen=True)
@@ -106,11 +54,11 @@ class LoopContext:
     Collective."""
     learner: TrainContext
     phases: Phases
-    emit: Callable[[Event], None]
+    emit: Emit
     saver: Saver
     check_step: Callable[[int, Mapping[str, float]], None]
     """Check of the metrics of each step, which are equal on all ranks. Raises: StoppedOnFinding, on all of them."""
-    expert_use: ExpertUse
+    expert_load_counter: ExpertLoadCounter
     """Expert load, reported for trained routers only."""
 
     @property
@@ -142,14 +90,14 @@ def fit(
         while not job.is_over(state):
             job.phases.step = state.step + 1
             try:
-                ready = None if _has_stop_request(job, stop) else _get_ready_or_save(job, state, stop)
+                ready = _get_ready_or_save(job, state, stop)
                 if ready is None:
                     break
                 state = _run_step(job, state, ready)
                 on_device = sample_device_memory(job.learner.device, job.ranks.rank, state.step)
                 if on_device is not None:
                     job.emit(on_device)
-                if (state.step - first) % LEDGER_STEPS == 0:
+                if (state.step - first) % MEMORY_SAMPLE_STEPS == 0:
                     job.emit(sample_memory(job.learner, state.step))
                 is_last = job.is_over(state)
                 if is_last or (config.eval_steps and state.step % config.eval_steps == 0):
@@ -178,12 +126,7 @@ class _ReadyStep:
     began: float
 
 
-def _has_stop_request(job: LoopContext, stop: StopSignal) -> bool:
-    """Return whether to stop before batches that take long; ranks agree on others with the batch. Collective."""
-    return job.agrees_to_stop_before_batches and bool(job.ranks.sum([stop.received is not None])[0])
-
-
-def _get_ready_or_save(job: LoopContext, state: TrainState, stop: StopSignal) -> "_ReadyStep | None":
+def _get_ready_or_save(job: LoopContext, state: TrainState, stop: StopSignal) -> _ReadyStep | None:
     """Run `_get_ready`; if rollouts end in a finding, save the training so far. Collective."""
     try:
         return _get_ready(job, state, stop)
@@ -195,8 +138,11 @@ def _get_ready_or_save(job: LoopContext, state: TrainState, stop: StopSignal) ->
 def _get_ready(job: LoopContext, state: TrainState, stop: StopSignal) -> _ReadyStep | None:
     """Read this rank's part of the next step and agree on its size; return None if any rank received a stop signal.
 
-    Collective: one sum of five numbers. Raises: DataError on all ranks if any could not read its rows.
+    Collective: one sum of five numbers, and before it one of the stop signals if making batches takes long. Raises:
+    DataError on all ranks if any could not read its rows.
     """
+    if job.agrees_to_stop_before_batches and job.ranks.sum([stop.received is not None])[0]:
+        return None
     began = time.perf_counter()
     rows: StepBatch | None = None
     batches: list[MicroBatch] = []
@@ -275,13 +221,14 @@ def _run_step(job: LoopContext, state: TrainState, ready: _ReadyStep) -> TrainSt
         epoch=rows.epoch,
         warmup_end=end if state.step + 1 == config.warmup_steps else state.warmup_end,
     )
-    measured = {**rows.about, **job.learner.objective.metrics}
-    job.emit(_build_step_event(job, state, result, measured, learning_rate, step_time_s))
-    job.check_step(state.step, measured)
-    counts = job.learner.objective.expert_counts
-    if counts is not None:
-        for used in job.expert_use.add(state.step, counts, job.learner.objective.counted_tokens(result.totals)):
-            job.emit(used)
+    objective = job.learner.objective
+    metrics = {**rows.about, **objective.metrics}
+    job.emit(_build_step_event(job, state, result, metrics, learning_rate, step_time_s))
+    job.check_step(state.step, metrics)
+    if objective.expert_counts is not None:
+        num_tokens = objective.counted_tokens(result.totals)
+        for event in job.expert_load_counter.add(state.step, objective.expert_counts, num_tokens):
+            job.emit(event)
     return state
 
 
@@ -289,7 +236,7 @@ def _build_step_event(
     job: LoopContext,
     state: TrainState,
     result: StepResult,
-    measured: Mapping[str, float],
+    metrics: Mapping[str, float],
     learning_rate: float,
     step_time_s: float,
 ) -> StepEnded:
@@ -312,7 +259,7 @@ def _build_step_event(
         peak_memory_bytes=peak_memory_bytes(job.learner.device),
         aux_loss=None if result.aux_loss is None else result.aux_loss / job.config.router_aux_loss_coef,
         expert_load=load,
-        measured=measured,
+        metrics=metrics,
     )
 
 
@@ -325,13 +272,13 @@ def _evaluate(job: LoopContext, state: TrainState) -> TrainState:
         job.ranks.run_or_raise_on_all(job.before_evaluation)
     try:
         with job.phases("evaluate"):
-            measured = job.evaluate(state.step)
+            metrics = job.evaluate(state.step)
     except Interrupted:  # all ranks received the stop, and stop before the next step
         return replace(state, evaluation_is_due=True)
     except StoppedOnFinding:
         _save_if_new(job, state)
         raise
-    job.emit(Evaluated(state.step, measured))
+    job.emit(Evaluated(state.step, metrics))
     return done
 
 
@@ -356,4 +303,4 @@ def _save_if_new(job: LoopContext, state: TrainState) -> None:
 def _report_saves(job: LoopContext) -> None:
     saved = job.saver.completed()
     if saved is not None:
-        job.emit(CheckpointSaved(saved.step, saved.path, saved.save_time_s))
+        job.emit(saved)

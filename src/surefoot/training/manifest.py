@@ -34,10 +34,6 @@ SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps", "global_b
 SHOWN_CHARACTERS = 80
 
 
-class DamagedCheckpoint(Exception):
-    """Checkpoint that cannot be trusted; the text names the file and the reason."""
-
-
 def seal(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the manifest with its own checksum."""
     return {**manifest, "sha256": _compute_digest(manifest)}
@@ -46,16 +42,12 @@ def seal(manifest: Mapping[str, Any]) -> dict[str, Any]:
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """Return the manifest after verifying its checksum; the files it names are not checked.
 
-    Raises: DamagedCheckpoint; CheckpointError for a genuine manifest of a newer format.
+    Raises: DamagedFile; CheckpointError for a genuine manifest of a newer format.
     """
-    path = checkpoint / MANIFEST
-    try:
-        manifest = read_object(path)
-    except DamagedFile as error:
-        raise DamagedCheckpoint(str(error)) from error
+    manifest = read_object(checkpoint / MANIFEST)
     _check_version(checkpoint, manifest)
     for problem in _list_problems(checkpoint, manifest):
-        raise DamagedCheckpoint(f"{path} {problem}")
+        raise DamagedFile(f"{checkpoint / MANIFEST} {problem}")
     return manifest
 
 
@@ -70,7 +62,7 @@ def refuse_unreadable(path: Path) -> None:
 
 
 def check_files(checkpoint: Path, files: Mapping[str, str]) -> None:
-    """Raise DamagedCheckpoint unless each named file has its checksum, and no other file of tensors is beside them.
+    """Raise DamagedFile unless each named file has its checksum, and no other file of tensors is beside them.
 
     Hidden files, which file systems and desktops leave, and notes that a person adds are not read and do no harm.
     """
@@ -81,25 +73,25 @@ def check_files(checkpoint: Path, files: Mapping[str, str]) -> None:
             is_file = stat.S_ISREG(path.stat().st_mode)
             is_outside = not path.resolve().is_relative_to(home)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise DamagedCheckpoint(f"{path} is missing") from error
+            raise DamagedFile(f"{path} is missing") from error
         except (OSError, RuntimeError) as error:  # RuntimeError: circular links
-            raise DamagedCheckpoint(f"{path} cannot be read: {error}") from error
+            raise DamagedFile(f"{path} cannot be read: {error}") from error
         if not is_file:
-            raise DamagedCheckpoint(f"{path} is not a file")
+            raise DamagedFile(f"{path} is not a file")
         refuse_unreadable(path)
         if is_outside:
-            raise DamagedCheckpoint(f"{path} is a link to a file outside the checkpoint: {path.resolve()}")
+            raise DamagedFile(f"{path} is a link to a file outside the checkpoint: {path.resolve()}")
     for name in _list_tensor_files(checkpoint):
         if name not in files:
-            raise DamagedCheckpoint(f"{checkpoint / name} is not named in {MANIFEST}")
+            raise DamagedFile(f"{checkpoint / name} is not named in {MANIFEST}")
     for name, digest in files.items():
         path = checkpoint / name
         try:
             is_same = sha256_of(path) == digest
         except OSError as error:
-            raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+            raise DamagedFile(f"{path} cannot be read: {error.strerror}") from error
         if not is_same:
-            raise DamagedCheckpoint(f"{path} does not match its checksum")
+            raise DamagedFile(f"{path} does not match its checksum")
 
 
 def wrong_size(config: Mapping[str, Any]) -> str | None:
@@ -117,14 +109,14 @@ def _compute_digest(manifest: Mapping[str, Any]) -> str:
 def _check_version(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
     version, path = manifest.get("format_version"), checkpoint / MANIFEST
     if not is_count(version):
-        raise DamagedCheckpoint(f"{path} has format_version {_format_value(version)}, which is no version number")
+        raise DamagedFile(f"{path} has format_version {_format_value(version)}, which is no version number")
     assert isinstance(version, int)
     try:
         is_sealed = manifest.get("sha256") == _compute_digest(manifest)
     except ValueError as error:  # a number beyond all floats, such as 1e400
-        raise DamagedCheckpoint(f"{path} is unreadable ({error})") from error
+        raise DamagedFile(f"{path} is unreadable ({error})") from error
     if version >= FORMAT_VERSION and not is_sealed:
-        raise DamagedCheckpoint(f"{path} does not match its own checksum")
+        raise DamagedFile(f"{path} does not match its own checksum")
     if version > FORMAT_VERSION:
         readable = " and ".join(map(str, READABLE_VERSIONS))
         raise CheckpointError(
@@ -132,7 +124,7 @@ def _check_version(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
             f"Use a newer version: surefoot {str(manifest.get('surefoot_version'))[:SHOWN_CHARACTERS]} wrote it."
         )
     if version not in READABLE_VERSIONS:
-        raise DamagedCheckpoint(f"{path} has format_version {version}, which no Surefoot wrote that this one can read")
+        raise DamagedFile(f"{path} has format_version {version}, which no Surefoot wrote that this one can read")
 
 
 def _list_problems(checkpoint: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
@@ -182,7 +174,7 @@ def _list_tensor_files(checkpoint: Path) -> Iterator[str]:
             names = sorted(path.name for path in (checkpoint / part).iterdir())
             yield from (f"{part}/{name}" for name in names if not name.startswith("."))
     except OSError as error:
-        raise DamagedCheckpoint(f"{checkpoint} cannot be read: {error.strerror}") from error
+        raise DamagedFile(f"{checkpoint} cannot be read: {error.strerror}") from error
 
 
 def _format_value(value: Any) -> str:

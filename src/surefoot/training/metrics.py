@@ -5,11 +5,11 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeGuard
 
 from surefoot.errors import ConfigError
 from surefoot.events import (
@@ -26,9 +26,9 @@ from surefoot.events import (
     RunStarted,
     StepEnded,
 )
-from surefoot.system.atomic_io import storage_error, write_bytes
+from surefoot.system.atomic_io import raise_storage_error
 from surefoot.system.console import write
-from surefoot.system.json_files import is_count, read_objects
+from surefoot.system.json_files import is_count, keep_lines
 from surefoot.training.run_summary import COMPLETIONS, EVAL_COMPLETIONS, METRICS
 
 LOGGER = logging.getLogger(__name__)
@@ -37,9 +37,9 @@ LINE_EVERY_S = 5.0
 
 def as_metrics(event: StepEnded | Evaluated) -> dict[str, Any]:
     """Return the numbers of an event, without those that the model does not have."""
-    left_out = ("total_steps", "is_last", "measured")
+    left_out = ("total_steps", "is_last", "metrics")
     own = {name: value for name, value in asdict(event).items() if value is not None and name not in left_out}
-    return own | dict(event.measured)
+    return own | dict(event.metrics)
 
 
 class MetricsFile:
@@ -53,11 +53,11 @@ class MetricsFile:
     def observe(self, event: Event) -> None:
         if isinstance(event, RunStarted):
             drop_lines_from(self._path, event.first_step, is_evaluation if event.evaluates_again else None)
-            with _raise_storage_errors(self._path):
+            with raise_storage_error(self._path):
                 self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - closed at the end of the run
-        elif isinstance(event, Evaluated) or (isinstance(event, StepEnded) and is_logged(event, self._every)):
+        elif _has_logged_metrics(event, self._every):
             assert self._file is not None
-            with _raise_storage_errors(self._path):
+            with raise_storage_error(self._path):
                 self._file.write(json.dumps(as_metrics(event)) + "\n")
                 self._file.flush()
         elif isinstance(event, RunEnded) and self._file is not None:
@@ -84,17 +84,8 @@ class CompletionsFile:
             path = self._of_evaluations if event.is_evaluation else self._path
             about = {"step": event.step, "policy_version": event.policy_version}
             # A lone surrogate, which JSON data may hold, is written as JSON would escape it.
-            with _raise_storage_errors(path), open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
+            with raise_storage_error(path), open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
                 file.writelines(json.dumps({**about, **sample}, ensure_ascii=False) + "\n" for sample in event.samples)
-
-
-@contextmanager
-def _raise_storage_errors(path: Path) -> Iterator[None]:
-    """Raise StorageError for errors of the file system."""
-    try:
-        yield
-    except OSError as error:
-        raise storage_error(path, error) from error
 
 
 def is_evaluation(line: Mapping[str, Any]) -> bool:
@@ -109,27 +100,30 @@ def drop_lines_from(
     Lines that hold no object with a `step` are dropped with a warning, except the last, which a kill may have cut.
     Raises: StorageError.
     """
-    if not path.is_file():
-        return
-    remaining: list[bytes] = []
-    num_lines, damaged = 0, []
-    with _raise_storage_errors(path):
-        for text, line in read_objects(path):
-            num_lines += 1
-            step = line.get("step") if line is not None else None
-            if step is None or line is None or not is_count(step):
-                damaged.append(num_lines)
-            elif step < first_step and not (goes_before and step == first_step - 1 and goes_before(line)):
-                remaining.append(text.rstrip(b"\n") + b"\n")
-    num_damaged = sum(number < num_lines for number in damaged)
+    are_damaged: list[bool] = []
+
+    def is_kept(line: Mapping[str, Any] | None) -> bool:
+        step = line.get("step") if line is not None else None
+        are_damaged.append(not is_count(step))
+        if step is None or line is None or are_damaged[-1]:
+            return False
+        is_last_step = step == first_step - 1
+        return bool(step < first_step) and not (goes_before is not None and is_last_step and goes_before(line))
+
+    with raise_storage_error(path):
+        keep_lines(path, is_kept)
+    num_damaged = sum(are_damaged[:-1])
     if num_damaged:
         LOGGER.warning("%s: %d lines could not be read and are left out", path, num_damaged)
-    write_bytes(path, b"".join(remaining))
 
 
-def is_logged(event: StepEnded, every: int) -> bool:
-    """Return whether a step is to be logged; the last step always is."""
+def _is_logged_step(event: StepEnded, every: int) -> bool:
     return event.step % every == 0 or event.is_last
+
+
+def _has_logged_metrics(event: Event, every: int) -> TypeGuard[StepEnded | Evaluated]:
+    """Return whether an event has metrics to log: each evaluation, each step of the interval, and the last step."""
+    return isinstance(event, Evaluated) or (isinstance(event, StepEnded) and _is_logged_step(event, every))
 
 
 class Screen:
@@ -162,11 +156,11 @@ class Screen:
                 f"training {event.trainable_parameters / 1e6:.2f} M of {event.all_parameters / 1e6:.1f} M parameters "
                 f"({share:.2%}), {steps}into {event.run_folder}"
             )
-        elif isinstance(event, StepEnded) and is_logged(event, self._every):
+        elif isinstance(event, StepEnded) and _is_logged_step(event, self._every):
             self._write(self._format_progress(event), end="\n" if event.is_last or not self._live else "")
         elif isinstance(event, Evaluated):
-            name = next((metric for metric in ("eval_loss", "eval_reward") if metric in event.measured), None)
-            text = f"{name} {event.measured[name]:.4f}" if name is not None else "no completion was given a reward"
+            name = next((metric for metric in ("eval_loss", "eval_reward") if metric in event.metrics), None)
+            text = f"{name} {event.metrics[name]:.4f}" if name is not None else "no completion has a reward"
             self._write_line(f"step {event.step}: {text}")
         elif isinstance(event, CheckpointSaved):
             self._write_line(f"step {event.step}: checkpoint {event.path.name} ({event.save_time_s:.1f} s)")
@@ -194,7 +188,7 @@ class Screen:
         left_s = (time.perf_counter() - self._began) / done * (event.total_steps - event.step)
         parts = [
             f"step {event.step}/{event.total_steps}",
-            f"reward {event.measured['reward']:.3f}" if "reward" in event.measured else f"loss {event.loss:.4f}",
+            f"reward {event.metrics['reward']:.3f}" if "reward" in event.metrics else f"loss {event.loss:.4f}",
             f"grad {event.grad_norm:.2f}",
             f"lr {event.learning_rate:.1e}",
             f"{event.tokens_per_second:.0f} tok/s",
@@ -228,7 +222,7 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(self._folder))
-        elif isinstance(event, Evaluated) or (isinstance(event, StepEnded) and is_logged(event, self._every)):
+        elif _has_logged_metrics(event, self._every):
             for name, value in _extract_scalars(event).items():
                 self._writer.add_scalar(f"train/{name}", value, event.step)
         elif isinstance(event, RunEnded) and self._writer is not None:
@@ -248,7 +242,7 @@ class Tracker:
         if isinstance(event, RunStarted):
             self._has_begun = True
             self._module.init(project="surefoot", name=self._name, config=dict(event.config))
-        elif isinstance(event, Evaluated) or (isinstance(event, StepEnded) and is_logged(event, self._every)):
+        elif _has_logged_metrics(event, self._every):
             self._module.log(
                 {f"train/{name}": value for name, value in _extract_scalars(event).items()}, step=event.step
             )

@@ -12,13 +12,12 @@ from surefoot.data.collate import MicroBatch
 from surefoot.findings import CATALOGUE, Finding
 from surefoot.methods.base import TrainContext
 from surefoot.models.dtensor_blocks import block_of
-from surefoot.training.step import NotFinite
+from surefoot.training.step import CHECKED, NotFinite, list_not_finite
 
 MOST_NAMES = 8
 MOST_ROWS = 32
 LARGE_WEIGHT = 1e4
 """Size of weights above which a model does not work."""
-PIECE = 1 << 24
 
 
 def not_finite_finding(
@@ -38,11 +37,13 @@ def not_finite_finding(
     learner.optimizer.zero_grad(set_to_none=True)  # the forward below needs the memory, and they are no longer used
     with learner.phase("forward"):
         origin = _find_origin(learner, batches)
+    parameters = learner.model.named_parameters()
+    weights = ((name, parameter.detach()) for name, parameter in parameters if parameter.is_floating_point())
     reports = ranks.gather(
         {
             "rows": [place for batch in batches for place in batch.row_refs],
             "gradients": error.parameters,
-            "weights": _list_not_finite_weights(learner.model),
+            "weights": list_not_finite(weights),
             "module": origin.module if origin else None,
             "row": origin.row if origin else None,
             "is_here": error.is_here,
@@ -57,15 +58,15 @@ def not_finite_finding(
         "last_good_checkpoint": str(last_good) if last_good is not None else "none",
     }
     first = next((report for report in reports if report["module"] is not None), None)
-    weights = [name for report in reports for name in report["weights"]]
+    damaged_weights = [name for report in reports for name in report["weights"]]
     gradients = [name for report in reports for name in report["gradients"]]
     where = ""
     largest = max(report["largest"] for report in reports)
     evidence["largest_trained_weight"] = float(f"{largest:.3g}")
     if largest > LARGE_WEIGHT:
         where = f"; trained weights are as large as {largest:.1e}, so the steps before were too large"
-    if weights:
-        evidence["weights"] = _join_names(weights, MOST_NAMES)
+    if damaged_weights:
+        evidence["weights"] = _join_names(damaged_weights, MOST_NAMES)
         where += f"; {evidence['weights']} holds values that are not finite"
     if first is not None:
         evidence |= {"first_module": first["module"], "row": first["row"]}
@@ -99,7 +100,7 @@ def _find_origin(learner: TrainContext, batches: Sequence[MicroBatch]) -> _Origi
             yield batch
 
     def make_hook(name: str) -> Callable[..., None]:
-        def look(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        def check_module_output(_module: nn.Module, _inputs: Any, output: Any) -> None:
             tensor = output[0] if isinstance(output, tuple) else output
             if origins or not isinstance(tensor, Tensor) or not tensor.is_floating_point() or current[0].is_dummy:
                 return
@@ -107,7 +108,7 @@ def _find_origin(learner: TrainContext, batches: Sequence[MicroBatch]) -> _Origi
             if bool(bad.any()):
                 origins.append(_Origin(name or type(_module).__name__, _find_row(bad, current[0])))
 
-        return look
+        return check_module_output
 
     hooks = [module.register_forward_hook(make_hook(name)) for name, module in learner.model.named_modules()]
     try:
@@ -130,28 +131,14 @@ def _find_row(bad: Tensor, batch: MicroBatch) -> str:
     return batch.row_refs[int((ends <= token).sum())]
 
 
-def _list_not_finite_weights(model: nn.Module) -> list[str]:
-    """Return names of parameters of which this rank holds a value that is not finite."""
-    return [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.is_floating_point() and not _is_finite(block_of(parameter.detach()).local)
-    ]
-
-
 def _find_largest_weight(parameters: Mapping[str, nn.Parameter]) -> float:
     """Return the largest finite absolute value of the trained weights, of this rank's parts."""
     largest = 0.0
     for parameter in parameters.values():
-        for piece in block_of(parameter.detach()).local.reshape(-1).split(PIECE):
+        for piece in block_of(parameter.detach()).local.reshape(-1).split(CHECKED):
             if piece.numel():
                 largest = max(largest, float(torch.nan_to_num(piece, 0.0, 0.0, 0.0).abs().max()))
     return largest
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """Return whether all values are finite; checked in pieces, because the check needs memory of its own."""
-    return all(bool(torch.isfinite(piece).all()) for piece in tensor.reshape(-1).split(PIECE))
 
 
 def _join_names(names: Sequence[str], most: int) -> str:

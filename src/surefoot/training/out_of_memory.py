@@ -10,8 +10,8 @@ import torch
 from surefoot.events import BatchDescribed, Event, MemorySampled, PhaseBegan
 from surefoot.findings import CATALOGUE, Finding
 
-OF_THE_HOST = "DefaultCPUAllocator: can't allocate memory"
-ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
+HOST_ALLOCATOR_ERROR = "DefaultCPUAllocator: can't allocate memory"
+REQUESTED_SIZE = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
 LARGE_TIMES = 1.5
 """Multiple of the usual tokens from which on a batch is large."""
 OTHERS_BYTES = 4 << 30
@@ -21,7 +21,9 @@ UNUSED_BYTES = 1 << 30
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether CUDA's allocator, or that of the host, is exhausted. Other kinds of errors have the same class."""
-    return isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and OF_THE_HOST in str(error))
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and HOST_ALLOCATOR_ERROR in str(error)
+    )
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class MemoryWatch:
         self._batch: BatchDescribed | None = None
         self._tokens: deque[int] = deque(maxlen=200)
         """Tokens of the batches before it."""
-        self._ledger: MemorySampled | None = None
+        self._memory: MemorySampled | None = None
 
     def observe(self, event: Event) -> None:
         if isinstance(event, PhaseBegan):
@@ -66,16 +68,16 @@ class MemoryWatch:
             self._tokens.extend([self._batch.tokens] if self._batch is not None else [])
             self._batch = event
         elif isinstance(event, MemorySampled):
-            self._ledger = event
+            self._memory = event
 
     def finding(self, error: BaseException, device: DeviceNow | None) -> Finding:
         """Build the finding. `error`: an error with `is_out_of_memory`; `device`: its memory at that time."""
         phase, step, message = self._began.phase, self._began.step, str(error)
-        requested = ASKED.search(message)
+        requested = REQUESTED_SIZE.search(message)
         where = f"in {phase} of step {step}" if step else f"in {phase}, before the first step"
-        owner = "the host" if OF_THE_HOST in message else "its GPU"
+        owner = "the host" if HOST_ALLOCATOR_ERROR in message else "its GPU"
         cause = f"rank {self._rank} got no more memory of {owner}, {where}"
-        cause += f": it asked for {requested[1]}" if requested else ""
+        cause += f": it requested {requested[1]}" if requested else ""
         evidence: dict[str, object] = {"rank": self._rank, "step": step, "phase": phase}
         fix = CATALOGUE["SF209"].fix
         if step and self._batch is not None and self._batch.step == step:
@@ -83,9 +85,9 @@ class MemoryWatch:
             evidence |= {"tokens_of_its_batch": self._batch.tokens, "usual_tokens": round(usual)}
             if self._batch.tokens >= LARGE_TIMES * usual:
                 cause += f", for a batch of {self._batch.tokens} tokens, where {usual:.0f} are usual"
-        if self._ledger is not None:
+        if self._memory is not None:
             names = ("frozen", "trained", "gradients", "optimizer")
-            evidence |= {f"{name}_gib": round(getattr(self._ledger, name) / 2**30, 2) for name in names}
+            evidence |= {f"{name}_gib": round(getattr(self._memory, name) / 2**30, 2) for name in names}
         if device is not None:
             unused, others = device.reserved - device.allocated, device.total - device.free - device.reserved
             evidence |= {
@@ -97,8 +99,8 @@ class MemoryWatch:
                 cause += f"; {others / 2**30:.1f} GiB of it are held outside PyTorch, by other processes or libraries"
                 fix = f"See who else uses that GPU (nvidia-smi): a server, or a run that did not end. {fix}"
             if unused >= max(UNUSED_BYTES, device.total // 10):
-                cause += f"; {unused / 2**30:.1f} GiB lie unused in pieces that are too small"
+                cause += f"; {unused / 2**30:.1f} GiB are unused, in pieces that are too small"
                 fix = f"Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. {fix}"
         if phase == "rollout":
-            fix = f"Lower rollout_batch_size, with which fewer completions are made at once. {fix}"
+            fix = f"Lower rollout_batch_size, so that fewer completions are generated at once. {fix}"
         return Finding("SF209", cause, {**evidence, "error": message.splitlines()[0][:300] if message else ""}, fix)

@@ -9,11 +9,13 @@ from torch import Tensor, nn
 
 from surefoot.events import Event, LayerEntered, Phase, PhaseBegan, PhaseEnded
 
+Emit = Callable[[Event], None]
+
 
 class Phases:
     """Emitter of a phase's beginning and end: `with phases("forward"):`."""
 
-    def __init__(self, emit: Callable[[Event], None], rank: int) -> None:
+    def __init__(self, emit: Emit, rank: int) -> None:
         self._emit, self._rank = emit, rank
         self.step = 0
         """Current step; set by the loop."""

@@ -5,19 +5,20 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from surefoot.config import LoadedConfig, RunConfig, changed_fields
+from surefoot.config import LoadedConfig, changed_fields
 from surefoot.config.documents import parse_yaml, read_text
+from surefoot.distributed.process_group import World
 from surefoot.errors import CheckpointError, ConfigError
 from surefoot.findings import Finding
-from surefoot.system.atomic_io import delete, make_folder, repair_folder, storage_error, sync_folder
+from surefoot.system.atomic_io import delete, make_folder, repair_folder, storage_error, sync
 from surefoot.system.json_files import DamagedFile, read_object
 from surefoot.training.checkpoint import find_newest, list_checkpoints, remove_leftovers, step_of, verify
-from surefoot.training.manifest import DamagedCheckpoint, read_manifest, wrong_size
+from surefoot.training.manifest import read_manifest, wrong_size
 from surefoot.training.run_summary import FINDINGS, METRICS, drop_findings_before
 
 OWN_ENTRIES = (
@@ -31,6 +32,8 @@ LOCK = ".lock"
 SHARED_WITHIN_S = 60.0
 """Seconds that a network file system may take to show a new file on another machine."""
 
+NOT_OVERWRITTEN = ("events", "engine", FINDINGS, ENVIRONMENT)
+"""Files that a start writes before it deletes the run that it overwrites."""
 LEFT_BY_FAILURE = ("summary.json", "findings.jsonl", "events", "evidence", "tensorboard")
 """Files that a run that fails before its first step leaves."""
 
@@ -50,7 +53,11 @@ class Resume:
 
 
 def check_folder(loaded: LoadedConfig) -> None:
-    """Check the folder without changing it. Raises: ConfigError for a file, and for a folder with files of no run."""
+    """Check the folder without changing it.
+
+    Raises: ConfigError for a file, for a folder with files of no run, and for links that a run must not follow.
+    """
+    _refuse_links(loaded)
     folder = loaded.run.run_folder.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir():
@@ -68,8 +75,7 @@ def check_folder(loaded: LoadedConfig) -> None:
 @contextmanager
 def claim(loaded: LoadedConfig) -> Iterator[Resume]:
     """Claim the run folder for this process, decide what to resume, and refuse to mix two runs."""
-    config, folder = loaded.run, loaded.run.run_folder
-    _refuse_links(loaded)
+    folder = loaded.run.run_folder
     check_folder(loaded)
     try:
         make_folder(folder)
@@ -94,7 +100,7 @@ def claim(loaded: LoadedConfig) -> Iterator[Resume]:
         token = secrets.token_hex(8)
         try:
             repair_folder(folder)
-            resume = _decide_resume(loaded, config, folder)
+            resume = _decide_resume(loaded)
             remove_leftovers(folder)
             lock.truncate(0)
             lock.write(token)
@@ -107,17 +113,44 @@ def claim(loaded: LoadedConfig) -> Iterator[Resume]:
         yield replace(resume, token=token, claimed_s=time.time())
 
 
-def _refuse_links(loaded: LoadedConfig) -> None:
-    """Raise ConfigError for a link where a run writes a file: the file would be written to the link's target.
+@contextmanager
+def claim_on_rank0(loaded: LoadedConfig, ranks: World) -> Iterator[Resume]:
+    """Claim the run folder on rank 0 for all ranks, and yield where to resume. Collective."""
+    with ExitStack() as stack:
+        local_resume = Resume(None, [])
 
-    A folder may be a link to another one, such as checkpoints on a larger disk.
+        def claim_folder() -> dict[str, str | None]:
+            nonlocal local_resume
+            local_resume = stack.enter_context(claim(loaded))
+            checkpoint = local_resume.checkpoint
+            return {"checkpoint": str(checkpoint) if checkpoint is not None else None, "token": local_resume.token}
+
+        claimed = ranks.broadcast_from_rank0(claim_folder)
+        ranks.run_or_raise_on_all(lambda: check_shared(loaded, claimed["token"]))
+        checkpoint = claimed["checkpoint"]
+        yield replace(local_resume, checkpoint=Path(checkpoint) if checkpoint is not None else None)
+
+
+def _refuse_links(loaded: LoadedConfig) -> None:
+    """Raise ConfigError for a link where a run writes a file, or to a folder that this run would delete.
+
+    The file would be written to the link's target. A folder may be a link, such as checkpoints on a larger disk, but
+    deleting it would leave its files there, and deleting them could hit those of another run.
     """
+    where = loaded.where("output_dir")
     for name in (LOCK, *OWN_ENTRIES):
         path = loaded.run.run_folder / name
-        if path.is_symlink() and not path.is_dir():
+        if not path.is_symlink():
+            continue
+        if not path.is_dir():
             raise ConfigError(
                 f"{path} is a link to {path.readlink()}, which this run would write to. Delete the link, or choose "
-                f"another output_dir ({loaded.where('output_dir')})."
+                f"another output_dir ({where})."
+            )
+        if loaded.run.overwrite_output_dir and name not in NOT_OVERWRITTEN:
+            raise ConfigError(
+                f"{path} is a link to {path.readlink()}, and overwrite_output_dir follows no link. Delete the files in "
+                f"that folder yourself and then the link, or choose another output_dir ({where})."
             )
 
 
@@ -154,7 +187,7 @@ def _is_run_folder(folder: Path) -> bool:
 def newest_manifest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     """Return the newest checkpoint with a valid manifest, and that manifest; its other files are not checked."""
     for checkpoint in reversed(list_checkpoints(folder)):
-        with suppress(DamagedCheckpoint, CheckpointError):
+        with suppress(DamagedFile, CheckpointError):
             return checkpoint, read_manifest(checkpoint)
     return None
 
@@ -162,16 +195,12 @@ def newest_manifest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 def delete_run(folder: Path, claimed_s: float) -> None:
     """Delete the files that a run wrote into its folder, except those that this start wrote since its claim."""
     drop_findings_before(folder, claimed_s)
-    for name in OWN_ENTRIES:
-        if name in ("events", "engine", FINDINGS, ENVIRONMENT):
-            continue
-        path = folder / name
-        if path.exists() or path.is_symlink():
+    for path in (folder / name for name in OWN_ENTRIES if name not in NOT_OVERWRITTEN):
+        if path.exists():
             delete(path)
-    sync_folder(folder)
-    (folder / ENVIRONMENT).unlink(
-        missing_ok=True
-    )  # last: without it the remaining files would pass for files of the user
+    sync(folder)
+    # Last, because without it the remaining files would pass for files of the user.
+    (folder / ENVIRONMENT).unlink(missing_ok=True)
 
 
 def _has_trained_run(folder: Path) -> bool:
@@ -180,22 +209,18 @@ def _has_trained_run(folder: Path) -> bool:
     return bool(list_checkpoints(folder)) or (metrics.is_file() and metrics.stat().st_size > 0)
 
 
-def _decide_resume(loaded: LoadedConfig, config: RunConfig, folder: Path) -> Resume:
-    if config.overwrite_output_dir:
-        _refuse_own_inputs(loaded, config, folder)
-        return Resume(None, [])  # the old run is deleted once the new run is ready for its first step
-    explicit = config.resume_from_checkpoint not in ("auto", False)
-    notes = _refuse_other_run(loaded, config, folder) if _has_trained_run(folder) else ()
-    if config.resume_from_checkpoint is False:
-        return Resume(None, [])
-    if not explicit:
-        return replace(_find_newest_and_set_aside(folder), notes=notes)
+def _decide_resume(loaded: LoadedConfig) -> Resume:
+    config, notes = loaded.run, check_resume(loaded)
+    if config.overwrite_output_dir or config.resume_from_checkpoint is False:
+        return Resume(None, [])  # a run to overwrite is deleted once the new one is ready for its first step
+    if config.resume_from_checkpoint == "auto":
+        return replace(_find_newest_and_set_aside(config.run_folder), notes=notes)
     check_named_checkpoint(loaded)
     path = Path(str(config.resume_from_checkpoint))
     where = loaded.where("resume_from_checkpoint")
     try:
         manifest = verify(path)
-    except DamagedCheckpoint as error:
+    except DamagedFile as error:
         raise CheckpointError(
             f"resume_from_checkpoint={path} is damaged: {error}. Name an older one ({where})."
         ) from error
@@ -205,16 +230,15 @@ def _decide_resume(loaded: LoadedConfig, config: RunConfig, folder: Path) -> Res
     return Resume(path, [], notes=notes)
 
 
-def check_resume(loaded: LoadedConfig) -> None:
+def check_resume(loaded: LoadedConfig) -> tuple[str, ...]:
     """Raise ConfigError or CheckpointError if `output_dir` holds a run that this run would not resume.
 
-    Checksums are not compared, and nothing is changed.
+    Checksums are not compared, and nothing is changed. Returns notes for the user on how that was decided.
     """
-    config, folder = loaded.run, loaded.run.run_folder
-    if config.overwrite_output_dir:
-        _refuse_own_inputs(loaded, config, folder)
-    elif _has_trained_run(folder):
-        _refuse_other_run(loaded, config, folder)
+    if loaded.run.overwrite_output_dir:
+        _refuse_own_inputs(loaded)
+        return ()
+    return _refuse_other_run(loaded) if _has_trained_run(loaded.run.run_folder) else ()
 
 
 def check_named_checkpoint(loaded: LoadedConfig) -> None:
@@ -240,12 +264,16 @@ def _find_newest_and_set_aside(folder: Path) -> Resume:
             f"{folder}: all {len(findings)} checkpoints are damaged; the newest: {findings[0].cause}. "
             "Nothing was touched. Set overwrite_output_dir: true to start anew."
         )
-    for finding in findings:
-        path = Path(finding.evidence["checkpoint"])
-        path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
-    if findings:
-        sync_folder(folder / "checkpoints")
+    _set_aside([Path(finding.evidence["checkpoint"]) for finding in findings], "damaged")
     return Resume(newest, findings)
+
+
+def _set_aside(checkpoints: list[Path], reason: str) -> None:
+    """Rename checkpoints, so that they are neither counted nor found again."""
+    for path in checkpoints:
+        path.rename(path.with_name(f"{reason}-{path.name}-{time.time_ns()}"))
+    if checkpoints:
+        sync(checkpoints[0].parent)
 
 
 def set_aside_after(run_folder: Path, step: int) -> list[str]:
@@ -254,14 +282,12 @@ def set_aside_after(run_folder: Path, step: int) -> list[str]:
     They are neither counted nor found again: they would be taken for newer than the checkpoints from now on.
     """
     later = [path for path in list_checkpoints(run_folder) if step_of(path) > step]
-    for path in later:
-        path.rename(path.with_name(f"left-{path.name}-{time.time_ns()}"))
-    if later:
-        sync_folder(run_folder / "checkpoints")
+    _set_aside(later, "left")
     return [path.name for path in later]
 
 
-def _refuse_own_inputs(loaded: LoadedConfig, config: RunConfig, folder: Path) -> None:
+def _refuse_own_inputs(loaded: LoadedConfig) -> None:
+    config, folder = loaded.run, loaded.run.run_folder.resolve()
     inputs = {
         "model": [config.model],
         "dataset": [item.path for item in config.dataset],
@@ -271,16 +297,16 @@ def _refuse_own_inputs(loaded: LoadedConfig, config: RunConfig, folder: Path) ->
     }
     for name, values in inputs.items():
         for value in values:
-            if value and Path(value).resolve().is_relative_to(folder.resolve()):
+            if value and Path(value).resolve().is_relative_to(folder):
                 raise ConfigError(
                     f"overwrite_output_dir would delete {name}={value}, which this run reads "
                     f"({loaded.where('overwrite_output_dir', name)}). Choose another output_dir."
                 )
 
 
-def _refuse_other_run(loaded: LoadedConfig, config: RunConfig, folder: Path) -> tuple[str, ...]:
-    """Raise CheckpointError if the run in a folder is another run; return notes on how that was decided."""
-    where = loaded.where("output_dir")
+def _refuse_other_run(loaded: LoadedConfig) -> tuple[str, ...]:
+    """Raise CheckpointError if the run in `output_dir` is another run; return notes on how that was decided."""
+    config, folder, where = loaded.run, loaded.run.run_folder, loaded.where("output_dir")
     ways = "Choose another output_dir, or set overwrite_output_dir: true to delete that run"
     if config.resume_from_checkpoint is False:
         raise CheckpointError(

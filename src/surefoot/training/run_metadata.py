@@ -4,10 +4,16 @@ import os
 import platform
 import time
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+
+from surefoot.distributed.process_group import World
+from surefoot.findings import Finding
+from surefoot.system.machine_snapshot import collect
+from surefoot.system.rank_consistency import facts_of, ranks_differ
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -23,3 +29,15 @@ def environment(device: torch.device) -> dict[str, Any]:
         "cpu_count": os.cpu_count(),
         "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def describe_machines(run_folder: Path, device: torch.device, ranks: World) -> tuple[dict[str, Any], Finding | None]:
+    """Return the snapshots of all machines, that of rank 0 apart, and a finding if ranks differ. Collective."""
+    is_first_here = ranks.local_rank == 0
+    machine = collect(run_folder if is_first_here else None, gpus=is_first_here).as_dict()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    facts = facts_of({**machine, "device": name})
+    reports = ranks.gather({"host": machine["host"], "facts": facts, "machine": machine if is_first_here else None})
+    first, *others = [report["machine"] for report in reports if report["machine"] is not None]
+    differing = ranks_differ([report["facts"] for report in reports], [report["host"] for report in reports])
+    return {"machine": first, "other_machines": others}, differing

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from surefoot.events import DataCounted, Event, FindingMade, RunStarted, StepEnded
 from surefoot.findings import Finding
-from surefoot.system.atomic_io import write_bytes, write_json
-from surefoot.system.json_files import is_count, is_number, read_object, read_objects
+from surefoot.system.atomic_io import write_json
+from surefoot.system.json_files import is_count, is_number, keep_lines, read_object, read_objects
 from surefoot.training.webhooks import post, write_text_page
 
 if TYPE_CHECKING:
@@ -55,17 +55,11 @@ class RunResult:
     def as_dict(self) -> dict[str, Any]:
         """Return the content of summary.json."""
         return {
-            "status": self.status,
+            **vars(self),
             "run_folder": str(self.run_folder),
-            "steps": self.steps,
-            "train_loss": self.train_loss,
-            "tokens_per_second": self.tokens_per_second,
-            "peak_memory_bytes": self.peak_memory_bytes,
             "examples": dict(self.examples),
-            "examples_are_complete": self.examples_are_complete,
             "artifact": str(self.artifact) if self.artifact else None,
             "findings": [finding.as_dict() for finding in self.findings],
-            "error": self.error,
         }
 
 
@@ -160,15 +154,13 @@ def _is_at_line_start(file: BinaryIO) -> bool:
 def drop_findings_before(run_folder: Path, began_s: float) -> None:
     """Drop the findings of findings.jsonl before a time, in seconds since 1970. Raises: StorageError."""
     path = run_folder / FINDINGS
-    if not path.is_file():
-        return
-    times = ((text, line.get("time_s")) for text, line in read_objects(path) if line is not None)
-    remaining = [
-        text.rstrip(b"\n") + b"\n" for text, time_s in times if isinstance(time_s, int | float) and time_s >= began_s
-    ]
-    if remaining:
-        write_bytes(path, b"".join(remaining))
-    else:
+
+    def is_kept(line: dict[str, Any] | None) -> bool:
+        time_s = line.get("time_s") if line is not None else None
+        return isinstance(time_s, int | float) and time_s >= began_s
+
+    keep_lines(path, is_kept)
+    if path.is_file() and not path.stat().st_size:
         path.unlink()
 
 
@@ -212,46 +204,51 @@ class RunRecord:
     """Observer that can build the summary at any moment; it writes findings to findings.jsonl at once."""
 
     def __init__(self, run_folder: Path, log: FindingLog | None = None) -> None:
-        self._folder = run_folder
         self._log = log or FindingLog(run_folder)
         self.has_started = False
-        self._steps = 0
-        self._examples: Mapping[str, int] = {"read": 0, "trained": 0, "truncated": 0, "skipped": 0}
-        self._examples_are_complete = False
         self._tokens = 0
         self._time_s = 0.0
-        self._peak_memory_bytes = 0
-        self._findings: list[Finding] = []
+        self._result = RunResult(
+            status="failed",
+            run_folder=run_folder,
+            steps=0,
+            train_loss=None,
+            tokens_per_second=None,
+            peak_memory_bytes=0,
+            examples={"read": 0, "trained": 0, "truncated": 0, "skipped": 0},
+            examples_are_complete=False,
+            artifact=None,
+        )
 
     def observe(self, event: Event) -> None:
+        result = self._result
         if isinstance(event, DataCounted):
-            self._examples, self._examples_are_complete = event.rows, event.is_complete
+            self._result = replace(result, examples=event.rows, examples_are_complete=event.is_complete)
         elif isinstance(event, RunStarted):
             self.has_started = True
-            self._steps = event.first_step - 1
+            self._result = replace(result, steps=event.first_step - 1)
         elif isinstance(event, StepEnded):
-            self._steps = event.step
             self._tokens += round(event.tokens_per_second * event.step_time_s)
             self._time_s += event.step_time_s
-            self._peak_memory_bytes = event.peak_memory_bytes
+            speed = self._tokens / self._time_s if self._time_s else None
+            peak = event.peak_memory_bytes
+            self._result = replace(result, steps=event.step, tokens_per_second=speed, peak_memory_bytes=peak)
         elif isinstance(event, FindingMade):
-            self._findings.append(event.finding)
+            self._result = replace(result, findings=[*result.findings, event.finding])
             self._log.note(event.finding)
 
-    def result(
-        self, status: Status, *, train_loss: float | None = None, artifact: Path | None = None, error: str | None = None
-    ) -> RunResult:
-        """Return the summary of the run at this moment."""
-        return RunResult(
-            status=status,
-            run_folder=self._folder,
-            steps=self._steps,
-            train_loss=train_loss,
-            tokens_per_second=self._tokens / self._time_s if self._time_s else None,
-            peak_memory_bytes=self._peak_memory_bytes,
-            examples=self._examples,
-            examples_are_complete=self._examples_are_complete,
-            artifact=artifact,
-            findings=list(self._findings),
-            error=error,
-        )
+    def result(self, status: Status, **details: Any) -> RunResult:
+        """Return the summary of the run at this moment, with these further fields of it."""
+        return replace(self._result, status=status, **details)
+
+    def finish(self, result: RunResult, *, is_writer: bool) -> RunResult:
+        """Return the result at the end of the run, and write it to summary.json if `is_writer`. Raises: StorageError.
+
+        If this start failed before its first step, the result of an earlier start stays.
+        """
+        before = None if self.has_started else read_result(self._result.run_folder)
+        if before is not None and before.status == "failed":
+            result = replace(before, error=result.error, findings=[*before.findings, *result.findings])
+        if is_writer and (before is None or before.status == "failed"):
+            result.write()
+        return result

@@ -36,7 +36,7 @@ class _StoredBlock:
     shape: tuple[int, ...]
 
 
-def of_this_rank(blocks: Mapping[str, LocalShard], *, is_first: bool) -> dict[str, LocalShard]:
+def select_owned_blocks(blocks: Mapping[str, LocalShard], *, is_first: bool) -> dict[str, LocalShard]:
     """Return the blocks that this rank writes. `is_first`: it also writes the blocks that every rank has in full."""
     return {
         name: block
@@ -45,7 +45,7 @@ def of_this_rank(blocks: Mapping[str, LocalShard], *, is_first: bool) -> dict[st
     }
 
 
-def write_pieces(path: Path, blocks: Mapping[str, LocalShard]) -> None:
+def write_blocks(path: Path, blocks: Mapping[str, LocalShard]) -> None:
     """Write these blocks to one file."""
     about = {name: [list(block.offset), list(block.shape)] for name, block in blocks.items()}
     tensors = {name: block.local.contiguous() for name, block in blocks.items()}
@@ -62,7 +62,7 @@ def _raise_checkpoint_errors(path: Path) -> Iterator[None]:
 
 
 class ShardedTensors:
-    """Tensors of a folder that `write_pieces` filled.
+    """Tensors of a folder that `write_blocks` filled.
 
     Raises: CheckpointError if a file cannot be read or describes its blocks wrongly.
     """
@@ -140,7 +140,7 @@ class ShardedTensors:
             num_read += piece.numel()
         if num_read != block.local.numel():
             raise CheckpointError(
-                f"{self._folder}: of {name} {block.local.numel()} elements are needed and {num_read} are there."
+                f"{self._folder}: {name} needs {block.local.numel()} elements, and the files hold {num_read} of them."
             )
 
     def read(self, name: str) -> Tensor:

@@ -1,10 +1,11 @@
 """One optimizer step. Independent of where batches come from, of files, and of logging."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from surefoot.data.collate import MicroBatch
 from surefoot.methods.base import BatchTotals, TrainContext
@@ -14,6 +15,8 @@ CLIP_EPSILON = 1e-6
 """Epsilon of torch.nn.utils.clip_grad_norm_."""
 PIECE = 1 << 18
 """Number of elements of a gradient that are converted to float64 at a time."""
+CHECKED = 1 << 24
+"""Number of elements that are checked for finite values at a time."""
 LARGEST_SQUARE = torch.finfo(torch.float32).max
 """Largest squared norm: AdamW keeps squares of gradients in float32, so a larger one counts as infinite."""
 
@@ -87,10 +90,11 @@ def train_step(
         objective.end_step()
         loss, aux_loss, squares = learner.ranks.sum(local)
     grad_norm = squares**0.5
-    if not _is_finite(loss + aux_loss):
-        raise NotFinite("loss", loss + aux_loss, [], is_here=not _is_finite(local[0] + local[1]))
-    if not _is_finite(grad_norm):
-        raise NotFinite("gradient", grad_norm, _list_not_finite_gradients(parameters), is_here=not _is_finite(local[2]))
+    if not isfinite(loss + aux_loss):
+        raise NotFinite("loss", loss + aux_loss, [], is_here=not isfinite(local[0] + local[1]))
+    if not isfinite(grad_norm):
+        names = list_not_finite((name, p.grad) for name, p in parameters.items() if p.grad is not None)
+        raise NotFinite("gradient", grad_norm, names, is_here=not isfinite(local[2]))
     with learner.phase("optimizer"):
         if max_grad_norm and grad_norm > max_grad_norm:
             torch._foreach_mul_(gradients, max_grad_norm / (grad_norm + CLIP_EPSILON))
@@ -132,13 +136,13 @@ def _get_sum_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _is_finite(value: float) -> bool:
-    return value - value == 0
+def list_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Return names of tensors of which this rank holds a value that is not finite.
 
-
-def _list_not_finite_gradients(parameters: dict[str, nn.Parameter]) -> list[str]:
+    A tensor is checked in pieces, because the check needs memory of its own.
+    """
     return [
         name
-        for name, p in parameters.items()
-        if p.grad is not None and not bool(torch.isfinite(block_of(p.grad).local).all())
+        for name, tensor in tensors
+        if not all(bool(torch.isfinite(piece).all()) for piece in block_of(tensor).local.reshape(-1).split(CHECKED))
     ]

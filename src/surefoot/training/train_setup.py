@@ -1,11 +1,12 @@
 """Setup of a learner from a config: the model as this rank holds it, its optimizer and its objective."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from surefoot.config import LoadedConfig, RunConfig
 from surefoot.distributed.fsdp import Sharding
@@ -18,7 +19,6 @@ from surefoot.models.build import build_model, trainable_parameters
 from surefoot.models.lora import lora_settings
 from surefoot.models.weight_loading import keep_freed_memory
 from surefoot.training.export import load_adapter
-from surefoot.training.optimizer import build_optimizer
 
 Context = Callable[[], AbstractContextManager[object]]
 
@@ -39,6 +39,20 @@ def check_trained_routers(loaded: LoadedConfig, num_ranks: int) -> None:
             f"and what is sharded together must agree in type. Leave `router` out, or set dtype: float32 "
             f"({loaded.where('target_modules', 'dtype')})."
         )
+
+
+def build_optimizer(parameters: Mapping[str, nn.Parameter], config: RunConfig) -> torch.optim.AdamW:
+    """Build fused AdamW. Matrices and stacks of matrices are decayed; vectors (norms, biases) are not."""
+    decayed = [p for p in parameters.values() if p.dim() >= 2]
+    others = [p for p in parameters.values() if p.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.learning_rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_epsilon,
+        fused=True,
+    )
 
 
 def build_learner(

@@ -1,7 +1,7 @@
 """Composition root: from a config to a finished run. It reads as a list of the parts of a run."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from surefoot.data.sampler import StepBatch
 from surefoot.distributed.artifact import write_artifact
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.distributed.process_group import World, gpu_of, init_distributed
-from surefoot.errors import CheckpointError, ConfigError, ModelError, StoppedOnFinding, StorageError, SurefootError
+from surefoot.errors import ConfigError, ModelError, StoppedOnFinding, StorageError, SurefootError
 from surefoot.events import Event, FindingMade, Notice, Observer, RunEnded, RunStarted
 from surefoot.methods.base import Method, MethodContext, TrainContext
 from surefoot.methods.registry import method_of
@@ -28,23 +28,20 @@ from surefoot.models.generate import end_tokens
 from surefoot.models.lora import experts_left_out, lora_settings
 from surefoot.models.resolve_model import fingerprint, resolve_model
 from surefoot.system.atomic_io import write_json, write_text
-from surefoot.system.machine_snapshot import collect
-from surefoot.system.process import launcher_number
-from surefoot.system.rank_consistency import facts_of, ranks_differ
+from surefoot.system.process import StopSignal, launcher_number
 from surefoot.training.async_checkpoint import Saver
-from surefoot.training.checkpoint import TrainState, load_checkpoint, read_state
-from surefoot.training.expert_load import ExpertUse, trains_routers
+from surefoot.training.checkpoint import TrainState, check_resumable, load_checkpoint, read_state
+from surefoot.training.expert_load import ExpertLoadCounter, trains_routers
 from surefoot.training.expert_parallel import check_experts, choose_expert_parallel, describe_choice
-from surefoot.training.loop import LoopContext, StopSignal, fit
+from surefoot.training.loop import LoopContext, fit
 from surefoot.training.metrics import build_observers
 from surefoot.training.out_of_memory import DeviceNow, MemoryWatch, is_out_of_memory
-from surefoot.training.phases import Phases
-from surefoot.training.run_dir import Resume, check_shared, claim, delete_run, set_aside_after
-from surefoot.training.run_metadata import environment
+from surefoot.training.phases import Emit, Phases
+from surefoot.training.run_dir import ENVIRONMENT, Resume, claim_on_rank0, delete_run, set_aside_after
+from surefoot.training.run_metadata import describe_machines, environment
 from surefoot.training.run_summary import FindingLog, RunRecord, RunResult, Status, completed_earlier, read_result
 from surefoot.training.train_setup import build_learner, check_trained_routers, sharding_of
 
-Emit = Callable[[Event], None]
 ALL_LOGITS = (
     "this model scales or caps its logits itself, so those of all trained tokens of a micro-batch are held at once; "
     "a smaller per_device_train_batch_size holds fewer"
@@ -64,40 +61,36 @@ def train(loaded: LoadedConfig, observers: Sequence[Observer] = (), *, screen: b
     events of this rank; losses, checkpoints and findings are the same on all.
     Raises: InputError (nothing was changed), StoppedOnFinding, StorageError; summary.json then has status `failed`.
     """
+    with ExitStack() as process_group:
+        with Phases(_emit_to(observers), launcher_number("RANK"))("launch"):
+            ranks = process_group.enter_context(
+                init_distributed(device_type(loaded), alone_too=loaded.run.offload is not None)
+            )
+        return _train(resolve(loaded, ranks.size), observers, ranks, screen=screen)
+
+
+def _emit_to(observers: Sequence[Observer]) -> Emit:
+    """Return a function that gives an event to each observer."""
 
     def emit(event: Event) -> None:
         for observer in observers:
             observer.observe(event)
 
-    with ExitStack() as held:
-        with Phases(emit, launcher_number("RANK"))("launch"):
-            ranks = held.enter_context(init_distributed(device_type(loaded), alone_too=loaded.run.offload is not None))
-        return _train(resolve(loaded, ranks.size), observers, ranks, screen=screen)
+    return emit
 
 
 def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: World, *, screen: bool) -> RunResult:
     config, folder = loaded.run, loaded.run.run_folder
     _agree_on_config(loaded, ranks)
-    with StopSignal().watching() as stop, _claim_on_rank0(loaded, ranks) as resume:
-        record = RunRecord(folder, FindingLog.of(config))
-        everyone = list(observers)
+    with StopSignal().watching() as stop, claim_on_rank0(loaded, ranks) as resume, ExitStack() as undo:
+        record, memory = RunRecord(folder, FindingLog.of(config)), MemoryWatch(ranks.rank)
+        first: list[Observer] = []
         if ranks.is_first:
-            own = build_observers(folder, config.logging_steps, list(config.report_to), screen=screen)
-            everyone = [record, *own, *observers]
-        memory = MemoryWatch(ranks.rank)
-        everyone.append(memory)
+            first = [record, *build_observers(folder, config.logging_steps, list(config.report_to), screen=screen)]
+        emit = _emit_to([*first, *observers, memory])
 
-        def emit(event: Event) -> None:
-            for observer in everyone:
-                observer.observe(event)
-
-        def finish(status: Status, **details: object) -> RunResult:
-            result = record.result(status, **details)  # type: ignore[arg-type]
-            before = None if record.has_started else read_result(folder)
-            if before is not None and before.status == "failed":  # the result of an earlier start stays
-                result = replace(before, error=result.error, findings=[*before.findings, *result.findings])
-            if ranks.is_first and (before is None or before.status == "failed"):
-                result.write()
+        def finish(status: Status, **details: Any) -> RunResult:
+            result = record.finish(record.result(status, **details), is_writer=ranks.is_first)
             emit(RunEnded(result.as_dict()))
             return result
 
@@ -113,21 +106,21 @@ def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: World, *,
             ranks.barrier()
             return result if ranks.is_first else read_result(folder) or result
 
-        undo = ExitStack()
         try:
-            opened = _open(loaded, resume, emit, ranks)
-            done = opened.state.step, opened.state.epoch
-            earlier = completed_earlier(folder, opened.state.step) if config.is_over(*done) else None
+            run = _Run(loaded, resume, ranks, emit, Phases(emit, ranks.rank))
+            opened = _open(run)
+            state = opened.state
+            earlier = completed_earlier(folder, state.step) if config.is_over(state.step, state.epoch) else None
             if ranks.broadcast_from_rank0(lambda: earlier is not None):
-                emit(Notice(f"complete since an earlier start: {opened.state.step} steps"))
+                emit(Notice(f"complete since an earlier start: {state.step} steps"))
                 complete = earlier or record.result("completed")
                 emit(RunEnded(complete.as_dict()))
                 return share_result(complete)
-            assembled = _assemble(loaded, opened, resume, emit, undo, ranks, lambda: stop.received is not None)
+            assembled = _assemble(run, opened, undo, lambda: stop.received is not None)
             state, status = fit(assembled.job, assembled.state, stop)
-            assembled.data.end()
+            opened.data.end()
             train_loss = state.loss_sum / state.step if state.step else None
-            with assembled.job.phases("export"):
+            with run.phases("export"):
                 artifact = assembled.write_artifact() if status == "completed" else None
             return share_result(finish(status, train_loss=train_loss, artifact=artifact))
         except KeyboardInterrupt:
@@ -145,8 +138,6 @@ def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: World, *,
                 raise StoppedOnFinding(finding) from error
             fail("failed", str(error) if isinstance(error, SurefootError) else f"{type(error).__name__}: {error}")
             raise
-        finally:
-            undo.close()
 
 
 def _agree_on_config(loaded: LoadedConfig, ranks: World) -> None:
@@ -177,33 +168,14 @@ def _agree_on_config(loaded: LoadedConfig, ranks: World) -> None:
 
 
 @dataclass(frozen=True)
-class _AssembledRun:
-    """A run ready for its first step."""
+class _Run:
+    """The parts of a run that exist from its start to its end, on this rank."""
 
-    job: LoopContext
-    state: TrainState
-    data: RunData
-    write_artifact: Callable[[], Path]
-
-
-@contextmanager
-def _claim_on_rank0(loaded: LoadedConfig, ranks: World) -> Iterator[Resume]:
-    """Claim the run folder on rank 0 for all ranks, and yield where to resume."""
-    with ExitStack() as stack:
-        local_resume = Resume(None, [])
-
-        def claim_folder() -> dict[str, str | None]:
-            nonlocal local_resume
-            local_resume = stack.enter_context(claim(loaded))
-            return {
-                "checkpoint": str(local_resume.checkpoint) if local_resume.checkpoint is not None else None,
-                "token": local_resume.token,
-            }
-
-        claimed = ranks.broadcast_from_rank0(claim_folder)
-        ranks.run_or_raise_on_all(lambda: check_shared(loaded, claimed["token"]))
-        checkpoint = claimed["checkpoint"]
-        yield replace(local_resume, checkpoint=Path(checkpoint) if checkpoint is not None else None)
+    loaded: LoadedConfig
+    resume: Resume
+    ranks: World
+    emit: Emit
+    phases: Phases
 
 
 @dataclass(frozen=True)
@@ -217,82 +189,86 @@ class _OpenedRun:
     state: TrainState
 
 
-def _open(loaded: LoadedConfig, resume: Resume, emit: Emit, ranks: World) -> _OpenedRun:
-    """Find model and data, and the step to resume from: cheap checks that fail most often come first."""
-    config = loaded.run
-    for alias, setting in loaded.renamed.items():
-        emit(Notice(f"config: {alias} is read as {setting}"))
-    for note in loaded.notes:
-        emit(Notice(f"config: {note}"))
-    for note in resume.notes:
-        emit(Notice(note))
-    for finding in resume.findings:
-        emit(FindingMade(finding))
+@dataclass(frozen=True)
+class _AssembledRun:
+    """A run ready for its first step."""
 
-    phases = Phases(emit, ranks.rank)
-    with phases("load"):
+    job: LoopContext
+    state: TrainState
+    write_artifact: Callable[[], Path]
+
+
+def _open(run: _Run) -> _OpenedRun:
+    """Find model and data, and the step to resume from: cheap checks that fail most often come first."""
+    loaded, config, ranks, checkpoint = run.loaded, run.loaded.run, run.ranks, run.resume.checkpoint
+    renamed = (f"config: {alias} is read as {setting}" for alias, setting in loaded.renamed.items())
+    for text in (*renamed, *(f"config: {note}" for note in loaded.notes), *run.resume.notes):
+        run.emit(Notice(text))
+    for finding in run.resume.findings:
+        run.emit(FindingMade(finding))
+
+    with run.phases("load"):
         ranks.local_rank0_first(lambda: check_sources(loaded))  # before a model is fetched
         base = ranks.local_rank0_first(lambda: resolve_model(config.model, loaded.where("model")))
         ranks.local_rank0_first(lambda: check_experts(loaded, base))
         ranks.local_rank0_first(lambda: method_of(config).check_model(loaded, base))
         ranks.local_rank0_first(lambda: check_trained_routers(loaded, ranks.size))
         tokenizer = ranks.run_or_raise_on_all(lambda: load_tokenizer(base, config.chat_template))
-    saved_digests = ranks.run_or_raise_on_all(
-        lambda: read_state(resume.checkpoint).data_seen if resume.checkpoint is not None else None
-    )
-    with phases("tokenize"):
+    saved = ranks.run_or_raise_on_all(lambda: read_state(checkpoint) if checkpoint is not None else None)
+    digests = saved.data_seen if saved is not None else None
+    with run.phases("tokenize"):
         data = ranks.local_rank0_first(
-            lambda: open_data(loaded, base, tokenizer, emit, ranks, shard_digests=saved_digests)
+            lambda: open_data(loaded, base, tokenizer, run.emit, ranks, shard_digests=digests)
         )
-
-    state = TrainState(
-        data_fingerprint=data.train.fingerprint(), base_fingerprint=_agree_on_weights(loaded, base, ranks)
-    )
-    if resume.checkpoint is not None:
-        path, begun = resume.checkpoint, state
-        state = ranks.run_or_raise_on_all(lambda: _load_resumed_state(loaded, path, begun))
-        if config.max_steps is not None and state.step > config.max_steps:
-            raise ConfigError(
-                f"max_steps={config.max_steps}, and the run in {config.run_folder} is at step {state.step} already. "
-                "Raise it, choose another output_dir, or take a checkpoint with `surefoot export RUN FOLDER --step N` "
-                f"({loaded.where('max_steps')})."
-            )
+    base_fingerprint = _agree_on_weights(loaded, base, ranks)
+    state = TrainState(data_fingerprint=data.train.fingerprint(), base_fingerprint=base_fingerprint)
+    if saved is not None and checkpoint is not None:
+        ranks.run_or_raise_on_all(lambda: check_resumable(loaded, checkpoint, saved, state))
+        state = replace(saved, base_fingerprint=base_fingerprint)
     return _OpenedRun(base, tokenizer, data, state)
 
 
-def _assemble(
-    loaded: LoadedConfig,
-    opened: _OpenedRun,
-    resume: Resume,
-    emit: Emit,
-    undo: ExitStack,
-    ranks: World,
-    stop_requested: Callable[[], bool],
-) -> _AssembledRun:
+def _assemble(run: _Run, opened: _OpenedRun, undo: ExitStack, stop_requested: Callable[[], bool]) -> _AssembledRun:
     """Assemble prepared data, model, optimizer and state.
 
     Resources that must be closed with the run, however it ends, are pushed on `undo`.
     """
-    config, folder = loaded.run, loaded.run.run_folder
+    loaded, ranks, phases = run.loaded, run.ranks, run.phases
     base, data, state = opened.base, opened.data, opened.state
-    device = gpu_of(ranks.rank, ranks.local_rank) if config.device == "cuda" else torch.device("cpu")
-    phases = Phases(emit, ranks.rank)
+    device = gpu_of(ranks.rank, ranks.local_rank) if loaded.run.device == "cuda" else torch.device("cpu")
     undo.callback(data.stop)
-    context = MethodContext(loaded, base, opened.tokenizer, data, ranks, phases, emit, stop_requested)
-    method = method_of(config)(context)
+    context = MethodContext(loaded, base, opened.tokenizer, data, ranks, phases, run.emit, stop_requested)
+    method = method_of(loaded.run)(context)
     undo.callback(method.end)
     method.start()
     with phases("tokenize"):
         ranks.local_rank0_first(lambda: data.prepare(state.position))
         ranks.local_rank0_first(lambda: method.check_data(state.position))
-    code_files = _check_code_files(method, state, emit, ranks)
+    code_files = _check_code_files(run, method, state)
     method.connect()
 
     with phases("load"):
-        config, measured, learner = _load_learner(config, opened, resume, phases, emit, ranks, device)
+        config, step_times_s, learner = _load_learner(run, opened, device)
         method.load(config, learner)
     method.restore(state.pending)
     state = replace(state, pending=[])
+    job = _build_loop_context(run, config, learner, data, method, code_files)
+    undo.callback(job.saver.end)
+    _begin_run_folder(run, config, state.step, device, step_times_s)
+    run.emit(_build_start_event(job, state))
+    lora = lora_settings(config)
+    target = config.run_folder / ("adapter" if lora else "model")
+    return _AssembledRun(
+        job,
+        state,
+        lambda: write_artifact(target, learner.model, opened.tokenizer, lora, base, config.model, ranks),
+    )
+
+
+def _build_loop_context(
+    run: _Run, config: RunConfig, learner: TrainContext, data: RunData, method: Method, code_files: dict[str, str]
+) -> LoopContext:
+    """Return what the loop works with. `code_files`: SHA-256 of the files of the user's code."""
 
     def batches(state: TrainState) -> tuple[StepBatch, list[MicroBatch]]:
         return method.batches(state.position, state.step, state.epoch)
@@ -301,9 +277,9 @@ def _assemble(
         pending = method.pending(state.position, state.step, wait_s)
         return replace(state, pending=pending, data_seen=dict(data.train.shard_digests), reward_files=code_files)
 
-    job = LoopContext(
+    return LoopContext(
         config=config,
-        run_folder=folder,
+        run_folder=config.run_folder,
         total_steps=data.total_steps(),
         batches=batches,
         agrees_to_stop_before_batches=method.agrees_to_stop_before_batches,
@@ -311,107 +287,77 @@ def _assemble(
         before_evaluation=data.finish,
         as_saved=as_saved,
         learner=learner,
-        phases=phases,
-        emit=emit,
+        phases=run.phases,
+        emit=run.emit,
         check_step=method.check_step,
-        saver=Saver(folder, config.model_dump(mode="json"), config.save_total_limit, ranks),
-        expert_use=ExpertUse(
-            ranks.rank,
+        saver=Saver(config.run_folder, config.model_dump(mode="json"), config.save_total_limit, run.ranks),
+        expert_load_counter=ExpertLoadCounter(
+            run.ranks.rank,
             trains_routers=trains_routers(learner.model, learner.parameters),
             shared_out=int(config.expert_parallel_size),
         ),
     )
-    undo.callback(job.saver.end)
-    _describe_machines(config, resume, state.step, device, measured, emit, ranks)
-    emit(_build_start_event(job, state))
-    lora = lora_settings(config)
-    target = folder / ("adapter" if lora else "model")
-    return _AssembledRun(
-        job,
-        state,
-        data,
-        lambda: write_artifact(target, learner.model, opened.tokenizer, lora, base, config.model, ranks),
-    )
 
 
-def _check_code_files(method: Method, state: TrainState, emit: Emit, ranks: World) -> dict[str, str]:
+def _check_code_files(run: _Run, method: Method, state: TrainState) -> dict[str, str]:
     """Return the files of the user's code; report which have changed since a checkpoint. Collective."""
-    now: dict[str, str] = ranks.broadcast_from_rank0(method.code_files)
+    now: dict[str, str] = run.ranks.broadcast_from_rank0(method.code_files)
     changed = [name for name, sha256 in state.reward_files.items() if now.get(name, sha256) != sha256]
     if changed:
-        emit(Notice(OTHER_REWARDS.format(", ".join(changed), state.step)))
+        run.emit(Notice(OTHER_REWARDS.format(", ".join(changed), state.step)))
     return now
 
 
 def _load_learner(
-    config: RunConfig,
-    opened: _OpenedRun,
-    resume: Resume,
-    phases: Phases,
-    emit: Emit,
-    ranks: World,
-    device: torch.device,
+    run: _Run, opened: _OpenedRun, device: torch.device
 ) -> tuple[RunConfig, dict[int, float | None], TrainContext]:
-    """Return the learner in its resumed state, with the config without `auto`, and the step times of each choice.
+    """Return the config without `auto`, the step time in seconds of each choice, and the learner in its resumed state.
 
     Collective.
     """
-    base, state = opened.base, opened.state
-    config, measured = choose_expert_parallel(config, base, opened.data.batches, state.position, ranks, device)
-    if measured:
-        emit(Notice(describe_choice(config, measured)))
+    base, tokenizer, ranks, checkpoint = opened.base, opened.tokenizer, run.ranks, run.resume.checkpoint
+    config, step_times_s = choose_expert_parallel(
+        run.loaded.run, base, opened.data.batches, opened.state.position, ranks, device
+    )
+    if step_times_s:
+        run.emit(Notice(describe_choice(config, step_times_s)))
     learner = build_learner(config, base, ranks, device, sharding_of(config, ranks, device))
-    learner = replace(learner, phase=phases)
+    learner = replace(learner, phase=run.phases)
     lora = lora_settings(config)
     if lora is not None and (left_out := experts_left_out(learner.model, lora.targets)):
-        emit(Notice(EXPERTS_LEFT_OUT.format(", ".join(left_out))))
-    tokenizer = opened.tokenizer
+        run.emit(Notice(EXPERTS_LEFT_OUT.format(", ".join(left_out))))
     if unnamed := answer_ends(tokenizer, config.template_variables) - end_tokens(learner.model, tokenizer):
-        emit(Notice(UNNAMED_ENDS.format(", ".join(tokenizer.convert_ids_to_tokens(sorted(unnamed))))))
+        run.emit(Notice(UNNAMED_ENDS.format(", ".join(tokenizer.convert_ids_to_tokens(sorted(unnamed))))))
     if learner.objective.holds_all_logits:
-        emit(Notice(ALL_LOGITS))
+        run.emit(Notice(ALL_LOGITS))
     if config.health and not config.compile:  # a hook would cut the graph of each layer in two
-        phases.follow(getattr(learner.model.get_decoder(), "layers", ()))
-    if resume.checkpoint is not None:
-        path = resume.checkpoint
-        ranks.run_or_raise_on_all(lambda: load_checkpoint(path, learner.parameters, learner.optimizer))
-        emit(Notice(f"resuming after step {state.step} from {path}"))
-    return config, measured, learner
+        run.phases.follow(getattr(learner.model.get_decoder(), "layers", ()))
+    if checkpoint is not None:
+        ranks.run_or_raise_on_all(lambda: load_checkpoint(checkpoint, learner.parameters, learner.optimizer))
+        run.emit(Notice(f"resuming after step {opened.state.step} from {checkpoint}"))
+    return config, step_times_s, learner
 
 
-def _describe_machines(
-    config: RunConfig,
-    resume: Resume,
-    step: int,
-    device: torch.device,
-    measured: dict[int, float | None],
-    emit: Emit,
-    ranks: World,
+def _begin_run_folder(
+    run: _Run, config: RunConfig, step: int, device: torch.device, step_times_s: dict[int, float | None]
 ) -> None:
-    """Begin the run folder with its config and environment.json, and report where ranks differ. Collective."""
-    about = {**environment(device), "ranks": ranks.size, "expert_parallel_size_s": measured}
-    is_first_here = ranks.local_rank == 0
-    machine = collect(config.run_folder if is_first_here else None, gpus=is_first_here).as_dict()
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    facts = facts_of({**machine, "device": name})
-    reports = ranks.gather({"host": machine["host"], "facts": facts, "machine": machine if is_first_here else None})
-    machines = [report["machine"] for report in reports if report["machine"] is not None]
-    about |= {"machine": machines[0], "other_machines": machines[1:]}
-    left = ranks.broadcast_from_rank0(lambda: _begin_folder(config, about, resume.claimed_s, step))
+    """Write the config and environment.json, and report where ranks differ. Collective."""
+    about = {**environment(device), "ranks": run.ranks.size, "expert_parallel_size_s": step_times_s}
+    machines, differing = describe_machines(config.run_folder, device, run.ranks)
+
+    def begin() -> list[str]:
+        if config.overwrite_output_dir:
+            delete_run(config.run_folder, run.resume.claimed_s)
+        # First, because it marks the folder as that of a run.
+        write_json(config.run_folder / ENVIRONMENT, {**about, **machines})
+        write_text(config.run_folder / "run.yaml", as_yaml(config))
+        return set_aside_after(config.run_folder, step)
+
+    left = run.ranks.broadcast_from_rank0(begin)
     if left:
-        emit(Notice(f"set aside in checkpoints/, since this run goes on from before: {', '.join(left)}"))
-    differing = ranks_differ([report["facts"] for report in reports], [report["host"] for report in reports])
+        run.emit(Notice(f"set aside in checkpoints/, because this run resumes from an earlier step: {', '.join(left)}"))
     if differing is not None:
-        emit(FindingMade(differing))
-
-
-def _begin_folder(config: RunConfig, about: dict[str, Any], claimed_s: float, step: int) -> list[str]:
-    """Begin the run folder, and return the checkpoints of later steps, which are set aside."""
-    if config.overwrite_output_dir:
-        delete_run(config.run_folder, claimed_s)
-    write_json(config.run_folder / "environment.json", about)  # first, since it marks the folder as a run's
-    write_text(config.run_folder / "run.yaml", as_yaml(config))
-    return set_aside_after(config.run_folder, step)
+        run.emit(FindingMade(differing))
 
 
 def _agree_on_weights(loaded: LoadedConfig, base: Path, ranks: World) -> str:
@@ -428,24 +374,6 @@ def _agree_on_weights(loaded: LoadedConfig, base: Path, ranks: World) -> str:
 
     ranks.run_or_raise_on_all(check)
     return own
-
-
-def _load_resumed_state(loaded: LoadedConfig, path: Path, begun: TrainState) -> TrainState:
-    """Return the state of a checkpoint; `begun`: the state of a run that would begin now."""
-    state = read_state(path)
-    is_beside = loaded.run.tuning == "lora" and state.base_fingerprint
-    if is_beside and state.base_fingerprint != begun.base_fingerprint:
-        raise CheckpointError(
-            f"{path} was trained beside other weights: those of {loaded.run.model} have changed. Restore them, or "
-            f"start a new run in another output_dir ({loaded.where('model')})."
-        )
-    if state.data_fingerprint != begun.data_fingerprint:
-        files = ", ".join(item.path for item in loaded.run.dataset)
-        raise CheckpointError(
-            f"{path} was trained on other data: the rows of {files} or how they are rendered have changed "
-            f"since. Restore them, or start a new run in another output_dir ({loaded.where('dataset')})."
-        )
-    return replace(state, base_fingerprint=begun.base_fingerprint)
 
 
 def _build_start_event(job: LoopContext, state: TrainState) -> RunStarted:

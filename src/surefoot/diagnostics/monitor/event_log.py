@@ -193,8 +193,8 @@ class Recorder:
                 self._write("learning rate", event, in_line_s=self._core_wait.since_last_s())
                 self._write("step", event, garbage_s=self._garbage.since_last_s())
             case events.Evaluated():
-                reward = event.measured.get("eval_reward", nan)  # nan where no completion has one
-                self._write("evaluated", event, measured=event.measured.get("eval_loss", reward))
+                reward = event.metrics.get("eval_reward", nan)  # nan where no completion has one
+                self._write("evaluated", event, measured=event.metrics.get("eval_loss", reward))
             case events.CheckpointSaved():
                 self._write("checkpoint", event)
             case events.Heartbeat():

@@ -15,8 +15,9 @@ from surefoot.diagnostics.preflight.check import CheckContext, NotApplicable, Re
 from surefoot.diagnostics.preflight.model_size import read_header
 from surefoot.errors import CheckpointError, SurefootError
 from surefoot.models.resolve_model import folder_here
+from surefoot.system.json_files import DamagedFile
 from surefoot.system.machine_snapshot import SET_BY_A_RUN
-from surefoot.training.manifest import DamagedCheckpoint, read_manifest
+from surefoot.training.manifest import read_manifest
 
 MACHINE_PREFIXES = ("NCCL_", "GLOO_", "CUDA_", "OMP_", "PYTORCH_", "TORCH_")
 """Prefixes of variables that are usually about the machine."""
@@ -56,7 +57,7 @@ def _describe_damage(checkpoint: Path) -> str:
     """Return why a run could not resume from a checkpoint, or an empty string. Checksums of files are not compared."""
     try:
         files = list(read_manifest(checkpoint)["files"])
-    except (DamagedCheckpoint, CheckpointError) as error:
+    except (DamagedFile, CheckpointError) as error:
         return f"has no manifest that can be read: {error}"
     missing = [name for name in files if not (checkpoint / name).is_file()]
     if missing:

@@ -1,27 +1,9 @@
-"""Optimizer and learning-rate schedule."""
+"""Learning-rate schedule."""
 
 import math
-from collections.abc import Mapping
-
-import torch
-from torch import nn
 
 from surefoot.config import RunConfig
 from surefoot.config.schema import EPSILON
-
-
-def build_optimizer(parameters: Mapping[str, nn.Parameter], config: RunConfig) -> torch.optim.AdamW:
-    """Build fused AdamW. Matrices and stacks of matrices are decayed; vectors (norms, biases) are not."""
-    decayed = [p for p in parameters.values() if p.dim() >= 2]
-    others = [p for p in parameters.values() if p.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_epsilon,
-        fused=True,
-    )
 
 
 def learning_rate_at(step: int, begin: float, end: float, warmup_end: float, config: RunConfig) -> float:
