@@ -20,14 +20,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import surefoot
 from surefoot.config import load_config
-from surefoot.distributed.elastic_launch import (
-    FOLDER,
-    LEAVE_AFTER_S,
-    PASS_ON_EVERY_S,
-    RankFailure,
-    _forward_signals,
-    kill_ranks,
-)
+from surefoot.distributed.elastic_launch import PASS_ON_EVERY_S, _forward_signals, kill_ranks
+from surefoot.distributed.rank_notes import FOLDER, LEAVE_AFTER_S, RankFailure
 from surefoot.distributed.rendezvous_secret import VARIABLE
 from surefoot.errors import StoppedOnFinding
 from surefoot.findings import Finding

@@ -10,10 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
-from surefoot.models.build import BuiltModel, build_model
+from surefoot.models.build import BuiltModel, build_model, build_without_storage
 from surefoot.models.lora import LoraLinear, LoraSettings
 from surefoot.models.quantization.base import FrozenLinear, format_of, stored_weight
+from surefoot.planner.sizes import count_sizes
 from tests.support.int8_format import INT8, STORED, is_stored, loss_and_gradients, write_as_read
 
 CPU = torch.device("cpu")
@@ -70,6 +72,13 @@ def test_bytes_are_counted_as_they_are_held(model_folder: Callable[[str], Path])
         if not parameter.requires_grad
     )
     assert held == counted < sum(p.nbytes for p in plain.parameters() if not p.requires_grad) * 0.6
+    with FakeTensorMode():
+        planned = count_sizes(
+            build_without_storage(
+                folder, lora=STORED, dtype=torch.float32, gradient_checkpointing=False, attention="eager"
+            )
+        ).whole
+    assert planned.frozen_bytes + planned.expert_frozen_bytes == held
 
 
 @pytest.mark.slow

@@ -407,8 +407,8 @@ def test_what_a_device_holds_while_gradients_are_offloaded_is_the_most_of_all_el
 
 
 def test_pinned_memory_comes_in_powers_of_two(settings: dict[str, Any]) -> None:
-    assert Shape(8, 1024, is_expert=False, is_trained=True).pinned_bytes(2, 4) == 16 << 10
-    assert Shape(9, 1024, is_expert=False, is_trained=True).pinned_bytes(2, 4) == 32 << 10  # five rows, the larger part
+    assert Shape(8, 4096, is_expert=False, is_trained=True).pinned_bytes(2) == 16 << 10
+    assert Shape(9, 4096, is_expert=False, is_trained=True).pinned_bytes(2) == 32 << 10  # five rows, the larger part
     card = Device("card", 1 << 40, 1e13, 1e10)
     settings = {**settings, "tuning": "full", "lora_rank": 8, "zero_stage": 3, "save_steps": 5}
     model = AutoModelForCausalLM.from_pretrained(settings["model"])

@@ -22,7 +22,7 @@ from surefoot.diagnostics.selftest import launch as start
 from surefoot.diagnostics.selftest.launch import check_dataloader
 from surefoot.diagnostics.selftest.results import Report, checks_of, read_report
 from surefoot.diagnostics.selftest.stages import stages_of
-from surefoot.distributed import elastic_launch
+from surefoot.distributed import rank_notes
 from tests.support.processes import surefoot
 
 RANK = """
@@ -71,7 +71,7 @@ def together(path: Path, fault: str = "") -> tuple[Any, float]:
 def test_sound_ranks_go_through_all_stages(tmp_path: Path) -> None:
     report, _ = together(tmp_path / "report.json")
     assert (report.stopped_in, report.errors, report.silent) == ("", {}, [])
-    assert list(report.said) == "arrive machine clock reach join exchange collectives product storage".split()
+    assert list(report.by_stage) == "arrive machine clock reach join exchange collectives product storage".split()
     assert report.of("exchange") == {0: {"pairs": 1, "wrong": []}, 1: {"pairs": 1, "wrong": []}}
     assert report.of("collectives") == {0: {"wrong": {}}, 1: {"wrong": {}}}
 
@@ -245,7 +245,7 @@ def test_a_rank_that_is_stopped_is_killed_when_the_test_is_over(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(start, "STAY_S", 0.5)
-    monkeypatch.setenv(elastic_launch.FOLDER, str(tmp_path))
+    monkeypatch.setenv(rank_notes.FOLDER, str(tmp_path))
     with subprocess.Popen(["sleep", "600"]) as late:
         late.send_signal(signal.SIGSTOP)
         (tmp_path / "pid-1-0").write_text(str(late.pid))
@@ -260,7 +260,7 @@ def test_a_rank_that_is_stopped_is_killed_when_the_test_is_over(
 
 
 def test_ranks_of_a_test_that_ended_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(elastic_launch.FOLDER, str(tmp_path))
+    monkeypatch.setenv(rank_notes.FOLDER, str(tmp_path))
     ended = threading.Event()
     ended.set()
     with subprocess.Popen(["sleep", "600"]) as other:

@@ -133,7 +133,7 @@ def test_what_may_differ_is_no_finding() -> None:
 )  # fmt: skip
 def test_what_one_rank_says_becomes_a_finding(stage: str, changed: Any, code: str, status: str, said: str) -> None:
     told = report()
-    told.said[stage][6] = changed
+    told.by_stage[stage][6] = changed
     (one,) = found(checks_of(told)).items()
     assert (one[0], one[1][0]) == (code, status)
     assert re.search(said, one[1][1])
@@ -141,20 +141,20 @@ def test_what_one_rank_says_becomes_a_finding(stage: str, changed: Any, code: st
 
 def test_machines_of_one_name_are_told_apart() -> None:
     told = report(machine={rank: {**said, "host": "localhost"} for rank, said in machines().items()})
-    told.said["reach"][4] = {"0": "10.0.0.5: timed out"}
+    told.by_stage["reach"][4] = {"0": "10.0.0.5: timed out"}
     text = found(checks_of(told))["SF732"][1]
     assert re.fullmatch(r"rank 4 \(localhost #2\) .* rank 0 \(localhost #1\): 10\.0\.0\.5: timed out", text)
 
 
 def test_a_clock_that_is_not_known_better_is_not_blamed() -> None:
     told = report()
-    told.said["clock"][6] = [1.5, 0.9]
+    told.by_stage["clock"][6] = [1.5, 0.9]
     assert found(checks_of(told)) == {}
 
 
 def test_the_stage_that_was_not_gone_through_names_who_did_not() -> None:
     told = report()
-    del told.said["collectives"], told.said["bandwidth"], told.said["product"], told.said["storage"]
+    del told.by_stage["collectives"], told.by_stage["bandwidth"], told.by_stage["product"], told.by_stage["storage"]
     told.stopped_in, told.within_s, told.silent = "collectives", 60.0, [5]
     status, text = found(checks_of(told))["SF742"]
     assert status == "failed"
@@ -196,7 +196,7 @@ def test_what_a_way_gives(told: Report, least: float | None) -> None:
 
 def network(**changed: Any) -> Report:
     told = report()
-    for said in told.said["machine"].values():
+    for said in told.by_stage["machine"].values():
         said.update(changed)
     return told
 
@@ -226,7 +226,7 @@ def test_a_report_comes_back_from_its_file(tmp_path: Path) -> None:
     told.stopped_in, told.errors, told.silent = "product", {3: "no"}, [5]
     told.write(tmp_path / "report.json")
     assert checks_of(read_report(tmp_path / "report.json")) == checks_of(
-        Report(**{**asdict(told), "said": json.loads(json.dumps(told.said), object_hook=_with_ranks)})
+        Report(**{**asdict(told), "by_stage": json.loads(json.dumps(told.by_stage), object_hook=_with_ranks)})
     )
 
 

@@ -16,9 +16,17 @@ from surefoot.config.aliases import ALIASES, FLAG_ALIASES, INSTEAD, NOT_HERE, VA
 from surefoot.config.deepspeed import CHANGES_TRAINING, read_deepspeed
 from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
 from surefoot.config.documents import check_value, parse_override, read_entries, read_text, shorten
+from surefoot.config.items import (
+    Setting,
+    describe_item_error,
+    expand_dataset_items,
+    expand_items,
+    find_item_class,
+    rephrase_message,
+)
 from surefoot.config.methods import known_fields, methods_with, settings_class
-from surefoot.config.paths import check_template_size, resolve_path
-from surefoot.config.schema import DatasetItem, Item, RunConfig
+from surefoot.config.paths import check_template_size
+from surefoot.config.schema import RunConfig
 from surefoot.config.validate import contradictions
 from surefoot.errors import ConfigError
 
@@ -67,25 +75,6 @@ class LoadedConfig:
         return ", ".join(dict.fromkeys(self.places.get(field, "default") for field in fields))
 
 
-@dataclass
-class _Setting:
-    value: Any
-    place: str
-    base: Path
-    """Folder that relative paths in the value start from."""
-    is_mapped: bool = False
-    """Whether it was read from a config of another program."""
-
-    def resolve(self, path: str, name: str) -> Path:
-        """Return the absolute form of a path in the value. Raises: ConfigError, see `resolve_path`."""
-        return resolve_path(path, self.base, name, self.place)
-
-    @property
-    def shown(self) -> str:
-        """The value as messages show it."""
-        return shorten(self.value, quote=False)
-
-
 OF_OTHERS = frozenset({"stage", "do_train", "base_model", "rlhf_type", "train_type", "tuner_type", "model_name"})
 """Settings that identify a config of LLaMA-Factory, axolotl or ms-swift."""
 
@@ -98,11 +87,11 @@ def load_config(
     Relative paths in the file are relative to the file, others (and those from a pipe) to the current folder.
     Raises: ConfigError for anything that is not a valid, consistent config.
     """
-    entries: list[tuple[str, _Setting]] = []
+    entries: list[tuple[str, Setting]] = []
     if path is not None:
         read = read_entries(read_text(Path(path)), shorten(Path(path).name, quote=False))
         base = Path(path).resolve().parent if Path(path).is_file() else Path.cwd()  # a pipe has no folder of its own
-        entries = [(key, _Setting(value, place, base)) for key, value, place in read]
+        entries = [(key, Setting(value, place, base)) for key, value, place in read]
     later = _list_later_entries(overrides, values or {})
     # Only the last DeepSpeed config counts: it replaces the earlier ones entirely.
     last = max((number for number, (key, _) in enumerate(later) if key in DEEPSPEED_KEYS), default=None)
@@ -119,21 +108,21 @@ def load_config(
     return loaded
 
 
-def _list_later_entries(overrides: Sequence[str], values: Mapping[str, Any]) -> list[tuple[str, _Setting]]:
+def _list_later_entries(overrides: Sequence[str], values: Mapping[str, Any]) -> list[tuple[str, Setting]]:
     """Return (key, setting) of what follows the file, in order. Raises: ConfigError for text that is no `key=value`."""
     later = []
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals:
             raise ConfigError(f"{shorten(text)} is not of the form key=value (command line).")
-        later.append((key.lstrip("-"), _Setting(parse_override(value, "command line"), "command line", Path.cwd())))
+        later.append((key.lstrip("-"), Setting(parse_override(value, "command line"), "command line", Path.cwd())))
     for key, value in values.items():
         value = str(value) if isinstance(value, Path) else value
-        later.append((key, _Setting(value, "argument", Path.cwd())))
+        later.append((key, Setting(value, "argument", Path.cwd())))
     return later
 
 
-def _find_method_class(entries: Sequence[tuple[str, _Setting]]) -> type[RunConfig]:
+def _find_method_class(entries: Sequence[tuple[str, Setting]]) -> type[RunConfig]:
     """Return the settings class of the method that the last entry names. Raises: ConfigError, see `settings_class`."""
     default = name = str(RunConfig.model_fields["method"].default)
     place = "default"
@@ -154,7 +143,7 @@ class _Settings:
     def __init__(self, kind: type[RunConfig]) -> None:
         self._kind = kind
         self._fields = {**known_fields(), **kind.model_fields}
-        self._settings: dict[str, _Setting] = {}
+        self._settings: dict[str, Setting] = {}
         self._leftover: list[str] = []
         """Entries of DeepSpeed configs that have no counterpart."""
         self.renamed: dict[str, str] = {}
@@ -179,7 +168,7 @@ class _Settings:
             notes.append(f"DeepSpeed settings without a counterpart, ignored: {', '.join(rest)}")
         return notes
 
-    def add(self, key: str, setting: _Setting, *, replace: bool) -> None:
+    def add(self, key: str, setting: Setting, *, replace: bool) -> None:
         """Add one entry of a file, or with `replace` one that overrides the file. Raises: ConfigError."""
         check_value(setting.value, key, setting.place)
         if key not in DEEPSPEED_KEYS:
@@ -187,7 +176,7 @@ class _Settings:
         elif setting.value is not None:
             self._add_deepspeed(setting, replace=replace)
 
-    def _add_setting(self, key: str, setting: _Setting, *, replace: bool) -> None:
+    def _add_setting(self, key: str, setting: Setting, *, replace: bool) -> None:
         name = ALIASES.get(key, key)
         if key in FLAG_ALIASES and isinstance(setting.value, bool):
             if not setting.value and key not in ("bf16", "fp32"):
@@ -216,7 +205,7 @@ class _Settings:
         else:
             self._settings[name] = setting
 
-    def _unknown_setting_error(self, key: str, setting: _Setting) -> ConfigError:
+    def _unknown_setting_error(self, key: str, setting: Setting) -> ConfigError:
         if key in NOT_HERE:
             return ConfigError(f"'{key}': {NOT_HERE[key]} ({setting.place}).")
         if key in OF_OTHERS:
@@ -231,11 +220,11 @@ class _Settings:
             return self._other_method_error([key], methods, setting.place)
         return ConfigError(f"unknown setting {shorten(key)}{_suggest_name(key, self._fields)} ({setting.place}).")
 
-    def _add_deepspeed(self, setting: _Setting, *, replace: bool) -> None:
+    def _add_deepspeed(self, setting: Setting, *, replace: bool) -> None:
         mapped, leftover = read_deepspeed(setting.value, setting.base, setting.place)
         self._leftover += leftover
         for name, value, place in mapped:
-            counterpart = _Setting(value, place, setting.base, is_mapped=True)
+            counterpart = Setting(value, place, setting.base, is_mapped=True)
             earlier = self._settings.get(name)
             if earlier is None or self._normalise(name, earlier) != self._normalise(name, counterpart):
                 # A file and the JSON it points to conflict: the later one wins, and the notes name the change.
@@ -248,7 +237,7 @@ class _Settings:
         values = {name: self._normalise(name, setting) for name, setting in self._settings.items()}
         for name in DATASET_FIELDS:
             if name in self._settings:
-                values[name] = _expand_dataset_items(self._settings[name], name, values.get("dataset_dir"))
+                values[name] = expand_dataset_items(self._settings[name], name, values.get("dataset_dir"))
         self._drop_other_methods(values)
         try:
             return self._kind(**values)
@@ -289,13 +278,13 @@ class _Settings:
             place = self._settings[name].place
             parts = [shorten(part, quote=False) for part in item["loc"][1:]]
             inside = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in parts)
-            kind = _find_item_class(self._fields[name])
+            kind = find_item_class(self._fields[name])
             if kind is not None and inside:
-                yield f"{name}{inside}{_describe_item_error(item, kind)} ({place})."
+                yield f"{name}{inside}{describe_item_error(item, kind)} ({place})."
                 continue
-            yield f"{name}={shorten(values[name])}: {_rephrase_message(item['msg'])} ({place}). {about}"
+            yield f"{name}={shorten(values[name])}: {rephrase_message(item['msg'])} ({place}). {about}"
 
-    def _normalise(self, name: str, setting: _Setting) -> Any:
+    def _normalise(self, name: str, setting: Setting) -> Any:
         """Convert numbers written as text (YAML reads `1e-4` so), values of other trainers, and relative paths."""
         value, field = setting.value, self._fields[name]
         if isinstance(value, str):
@@ -307,9 +296,9 @@ class _Settings:
             value = [] if value in ("none", None) else [value] if isinstance(value, str) else value
         if name == "target_modules" and isinstance(value, str) and len(names := re.split(r"[,\s]+", value.strip())) > 1:
             return names  # q_proj,v_proj, as LLaMA-Factory has it
-        kind = _find_item_class(field)
+        kind = find_item_class(field)
         if kind is not None and value is not None and name not in DATASET_FIELDS:
-            return _expand_items(value if isinstance(value, list) else [value], kind, setting, name)
+            return expand_items(value if isinstance(value, list) else [value], kind, setting, name)
         if name in FILE_FIELDS and isinstance(value, str):
             path = setting.resolve(value, name)
             if name == "chat_template":
@@ -331,62 +320,6 @@ def _suggest_name(key: str, fields: Mapping[str, FieldInfo]) -> str:
         return ". `surefoot settings` lists them all"
     meant = ALIASES.get(near[0], near[0])
     return f"; did you mean '{meant}'?" if meant == near[0] else f"; did you mean '{near[0]}' (here: {meant})?"
-
-
-def _find_item_class(field: FieldInfo) -> type[Item] | None:
-    """Return the class of the entries of a list of items."""
-    for part in (field.annotation, *get_args(field.annotation)):
-        inner = get_args(part)
-        if get_origin(part) is list and isinstance(inner[0], type) and issubclass(inner[0], Item):
-            return inner[0]
-    return None
-
-
-def _describe_item_error(item: Any, kind: type[Item]) -> str:
-    """Return the text of an error in a setting that is a list of items."""
-    key = shorten(str(item["loc"][-1]), quote=False)
-    fields = kind.model_fields
-    if item["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key, list(fields), n=1, cutoff=0.5)
-        hint = f"; did you mean '{near[0]}'?" if near else f". Known: {', '.join(fields)}"
-        return f": there is no such key{hint}"
-    if item["type"] == "missing":
-        return f" is missing. {fields[key].description}"
-    if item["type"] == "string_too_short":
-        return f" is empty. {fields[key].description}"
-    if item["type"] == "model_type":
-        return f" must be a text or {{{', '.join(fields)}}}, found {shorten(item['input'])}"
-    return f": {_rephrase_message(item['msg'])}, found {shorten(item['input'])}"
-
-
-def _rephrase_message(message: str) -> str:
-    return message.replace("Input should be", "must be")
-
-
-def _expand_dataset_items(setting: _Setting, name: str, dataset_dir: Any) -> Any:
-    """Return a dataset setting of any form as a list of items with absolute paths."""
-    value = setting.value
-    if value is None:
-        return None
-    if isinstance(value, str) and isinstance(dataset_dir, str):
-        value = [entry.strip() for entry in value.split(",")]
-    items = value if isinstance(value, list) else [value]
-    if isinstance(dataset_dir, str):
-        file = str(Path(dataset_dir, "dataset_info.json"))
-        items = [{"path": file, "name": item} if isinstance(item, str) else item for item in items]
-    return _expand_items(items, DatasetItem, setting, name)
-
-
-def _expand_items(items: Sequence[Any], kind: type[Item], setting: _Setting, name: str) -> list[Any]:
-    """Return the entries of a list in any of their forms as items with absolute paths."""
-    full: list[Any] = []
-    for item in items:
-        entry = {kind.text_key: item} if isinstance(item, str) else item
-        text = entry.get(kind.text_key) if isinstance(entry, dict) else None
-        if isinstance(text, str) and text:
-            entry = {**entry, kind.text_key: kind.resolve(text, lambda path: setting.resolve(path, name))}
-        full.append(entry)
-    return full
 
 
 def _can_be_none(annotation: Any) -> bool:

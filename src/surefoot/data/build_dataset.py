@@ -26,7 +26,7 @@ VISION_MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """What a model can read."""
+    """Parts of a model that its data depend on."""
 
     tokenizer: PreTrainedTokenizerBase
     vocab_size: int

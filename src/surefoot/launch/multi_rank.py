@@ -10,8 +10,9 @@ from surefoot import errors
 from surefoot.config import LoadedConfig
 from surefoot.config.resolve import resolve
 from surefoot.diagnostics.monitor.explain import explain_death, history_since
-from surefoot.distributed.elastic_launch import RankFailure, launch
+from surefoot.distributed.elastic_launch import launch
 from surefoot.distributed.parallel_dims import Layout
+from surefoot.distributed.rank_notes import RankFailure
 from surefoot.errors import StoppedOnFinding, SurefootError
 from surefoot.findings import Finding
 from surefoot.launch.watcher import was_written_since

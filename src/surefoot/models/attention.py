@@ -8,6 +8,7 @@ Independent of packing and of models: it gets `lengths` and `cu_seq_lens_q` thro
 
 import inspect
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,16 @@ SHARES_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """Whether torch's kernel supports grouped keys and values (GQA); up to torch 2.11 they are repeated for it."""
 
 
+@dataclass(frozen=True)
+class _Variant:
+    """Settings of attention in a layer."""
+
+    scaling: float | None
+    dropout: float
+    sliding_window: int | None
+    """Number of newest tokens that a token attends to, itself included."""
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def packed_attention(
     module: nn.Module,
@@ -33,50 +44,61 @@ def packed_attention(
     _attention_mask: Tensor | None,
     *,
     lengths: list[int],
-    cu_seq_lens_q: Tensor,
-    max_length_q: int,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
     prefix_of: tuple[int, ...] | None = None,
-    **extra: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each sample; a sample with another one in `prefix_of` attends to all of that too.
 
+    `options`: those that transformers passes: scaling, dropout, sliding_window, cu_seq_lens_q, max_length_q.
     Shapes: query [1, heads, T, D], key and value [1, kv_heads, T, D] -> [1, T, heads, D]; sum(lengths) == T.
     Raises: ModelError for variants whose numbers would be wrong here (soft-capping, attention sinks).
     """
     for name in ("softcap", "s_aux", "position_bias"):
-        if extra.get(name) is not None:
+        if options.get(name) is not None:
             raise ModelError(f"{type(module).__name__} uses {name}, which attention over packed samples does not have.")
     if query.is_cuda and torch.is_autocast_enabled("cuda"):
         query, key, value = (tensor.to(torch.get_autocast_dtype("cuda")) for tensor in (query, key, value))
+    variant = _Variant(options.get("scaling"), options.get("dropout", 0.0), options.get("sliding_window"))
     if prefix_of is not None:
-        return _attend_with_shared_prefixes(
-            query, key, value, lengths, prefix_of, scaling, dropout, sliding_window
-        ), None
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not dropout:
-        window = (sliding_window - 1, 0) if sliding_window else (-1, 0)
-        options: dict[str, Any] = {"enable_gqa": True} if SHARES_HEADS else {}
-        if not SHARES_HEADS:
-            key, value = (with_heads_of(query, tensor) for tensor in (key, value))
-        query_THD, key_THD, value_THD = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
-        out = varlen_attn(
-            query_THD,
-            key_THD,
-            value_THD,
-            cu_seq_lens_q,
-            cu_seq_lens_q,
-            max_length_q,
-            max_length_q,
-            scale=scaling,
-            window_size=window,
-            **options,
-        )
-        assert isinstance(out, Tensor)
-        return out[None], None
+        return _attend_with_shared_prefixes(query, key, value, lengths, prefix_of, variant), None
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not variant.dropout:
+        ends, longest = options["cu_seq_lens_q"], options["max_length_q"]
+        return _attend_in_one_kernel(query, key, value, ends, longest, variant), None
+    return _attend_sample_by_sample(query, key, value, lengths, variant), None
+
+
+def _attend_in_one_kernel(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, variant: _Variant
+) -> Tensor:
+    """Compute `packed_attention` on CUDA. `ends`: int32 [samples + 1], 0 and the end of each sample."""
+    window = (variant.sliding_window - 1, 0) if variant.sliding_window else (-1, 0)
+    options: dict[str, Any] = {"enable_gqa": True} if SHARES_HEADS else {}
+    if not SHARES_HEADS:
+        key, value = (with_heads_of(query, tensor) for tensor in (key, value))
+    query_THD, key_THD, value_THD = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
+    out = varlen_attn(
+        query_THD,
+        key_THD,
+        value_THD,
+        ends,
+        ends,
+        longest,
+        longest,
+        scale=variant.scaling,
+        window_size=window,
+        **options,
+    )
+    assert isinstance(out, Tensor)
+    return out[None]
+
+
+def _attend_sample_by_sample(
+    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], variant: _Variant
+) -> Tensor:
+    """Compute `packed_attention` anywhere, and with dropout."""
     if query.is_cuda:  # with grouped heads only flash attention, which has no float32, avoids materialising the scores
         key, value = (with_heads_of(query, tensor) for tensor in (key, value))
+    sliding_window = variant.sliding_window
     outputs = []
     begin = 0
     for length in lengths:
@@ -91,14 +113,14 @@ def packed_attention(
             key[:, :, span],
             value[:, :, span],
             attn_mask=mask,
-            dropout_p=dropout,
+            dropout_p=variant.dropout,
             is_causal=mask is None,
-            scale=scaling,
+            scale=variant.scaling,
             enable_gqa=query.shape[1] != key.shape[1],
         )
         outputs.append(sample.transpose(1, 2))
         begin += length
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), None
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
 def _attend_with_shared_prefixes(
@@ -107,9 +129,7 @@ def _attend_with_shared_prefixes(
     value: Tensor,
     lengths: list[int],
     prefix_of: tuple[int, ...],
-    scaling: float | None,
-    dropout: float,
-    sliding_window: int | None,
+    variant: _Variant,
 ) -> Tensor:
     """Compute attention for samples that may continue an earlier sample, which is computed once for all of them.
 
@@ -135,14 +155,15 @@ def _attend_with_shared_prefixes(
                 values = torch.cat([prefix_value.expand(len(rows), -1, -1, -1), values], dim=2)
             at = torch.arange(longest, device=query.device)[:, None] + before
             distance = at - torch.arange(before + longest, device=query.device)
-            mask = distance >= 0 if not sliding_window else (distance >= 0) & (distance < sliding_window)
+            window = variant.sliding_window
+            mask = distance >= 0 if not window else (distance >= 0) & (distance < window)
             attended = F.scaled_dot_product_attention(
                 stack_rows(query),
                 keys,
                 values,
                 attn_mask=mask,
-                dropout_p=dropout,
-                scale=scaling,
+                dropout_p=variant.dropout,
+                scale=variant.scaling,
                 enable_gqa=query.shape[1] != key.shape[1],
             )
             for row, prefix in zip(rows, attended, strict=True):

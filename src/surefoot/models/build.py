@@ -168,11 +168,8 @@ def build_model(
     if is_offloaded:
         _move_whole_tensors(model, device)
     targets = attached_targets[-1] if lora is not None else None
-    if targets is not None and targets.routers and sharding is not None and stored != torch.float32:
-        raise ModelError(
-            f"target_modules: routers are trained in float32, but the model is stored in {stored} and sharded over "
-            "several ranks, which must agree in type. Leave `router` out, or set dtype: float32."
-        )
+    if targets is not None and targets.routers and sharding is not None:
+        _check_router_dtype(stored)
     mark(model)
     if lora is not None:
         _set_initial_values(model, lora)
@@ -182,6 +179,15 @@ def build_model(
         for layer in model.get_decoder().layers:
             layer.compile(dynamic=True)
     return built
+
+
+def _check_router_dtype(stored: torch.dtype) -> None:
+    """Raise ModelError if adapted routers, which are float32, differ in type from the weights they are sharded with."""
+    if stored != torch.float32:
+        raise ModelError(
+            f"target_modules: routers are trained in float32, but the model is stored in {stored} and sharded over "
+            "several ranks, which must agree in type. Leave `router` out, or set dtype: float32."
+        )
 
 
 def _prepare_for_training(

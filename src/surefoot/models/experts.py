@@ -12,6 +12,7 @@ R rank.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,12 +70,10 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
         hidden_states,
         top_k_index,
         top_k_weights,
+        _Variant(getattr(self, "lora_scaling", 0.0), _select_gate(self), format_of(self)),
         gate_up[0],
         down[0],
         *adapters,
-        getattr(self, "lora_scaling", 0.0),
-        _select_gate(self),
-        format_of(self),
         *gate_up[1:],
         *down[1:],
     )
@@ -130,6 +129,16 @@ def _prepare_lora_pair(
     return (F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))) if missing else (a, b)
 
 
+@dataclass(frozen=True)
+class _Variant:
+    """Settings of a module of experts."""
+
+    scaling: float
+    """Factor of the LoRA products."""
+    gate: _SwiGLU | _ModuleGate
+    weight_format: WeightFormat
+
+
 def _add_companions(gate_up: Tensor, down: Tensor, companions: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Return the stored tensors of both projections; each has half of the companions."""
     half = len(companions) // 2
@@ -150,17 +159,14 @@ class _Experts(torch.autograd.Function):
         hidden_TH: Tensor,
         index_TK: Tensor,
         weights_TK: Tensor,
+        variant: _Variant,
         gate_up_E2IH: Tensor,
         down_EHI: Tensor,
-        gate_up_A: Tensor | None,
-        gate_up_B: Tensor | None,
-        down_A: Tensor | None,
-        down_B: Tensor | None,
-        scaling: float,
-        gate: _SwiGLU | _ModuleGate,
-        weight_format: WeightFormat,
-        *companions: Tensor,
+        *others: Any,
     ) -> Tensor:
+        """`others`: A and B of both projections, each a tensor or None; then the other stored tensors of both."""
+        gate_up_A, gate_up_B, down_A, down_B, *companions = others
+        scaling, gate, weight_format = variant.scaling, variant.gate, variant.weight_format
         tokens, top_k = index_TK.shape
         device_type = hidden_TH.device.type
         is_autocast = torch.is_autocast_enabled(device_type)
@@ -196,8 +202,7 @@ class _Experts(torch.autograd.Function):
             hidden_TH, token_S, position_S, weight_S, gate_up_S, first_low_SR, second_low_SR,
             gate_up_E2IH, down_EHI, gate_up_A, gate_up_B, down_A, down_B, *companions,
         )  # fmt: skip
-        ctx.groups, ctx.scaling, ctx.gate, ctx.top_k, ctx.weights_dtype = groups, scaling, gate, top_k, weights_TK.dtype
-        ctx.weight_format = weight_format
+        ctx.variant, ctx.groups, ctx.top_k, ctx.weights_dtype = variant, groups, top_k, weights_TK.dtype
         return out_TH.to(hidden_TH.dtype)
 
     @staticmethod
@@ -208,57 +213,58 @@ class _Experts(torch.autograd.Function):
             gate_up_E2IH, down_EHI, gate_up_A, gate_up_B, down_A, down_B, *companions,
         ) = ctx.saved_tensors  # fmt: skip
         gate_up, down = _add_companions(gate_up_E2IH, down_EHI, companions)
-        groups, scaling, needs = ctx.groups, ctx.scaling, ctx.needs_input_grad
+        groups, scaling, needs = ctx.groups, ctx.variant.scaling, ctx.needs_input_grad
+        weight_format: WeightFormat = ctx.variant.weight_format
         dtype = gate_up_S.dtype
         tokens = hidden_TH.shape[0]
         g_SH = d_out_TH.to(dtype)[token_S]  # gradient by the combined rows, before the routing weight
         second = _prepare_lora_pair(down_A, down_B, g_SH, groups)
-        d_act_SI = ctx.weight_format.grouped_linear_dx(g_SH, down, groups)
+        d_act_SI = weight_format.grouped_linear_dx(g_SH, down, groups)
         g_low_SR = None
         if second is not None:
             g_low_SR = grouped_linear_dx(g_SH, second[1], groups)
             grouped_linear_dx_add_(d_act_SI, g_low_SR, second[0], groups, scaling)
         unweighted_SI = d_act_SI.clone() if needs[2] else None
-        act_SI, d_gate_up_S = ctx.gate.backward(d_act_SI.mul_(weight_S[:, None]), gate_up_S)
+        act_SI, d_gate_up_S = ctx.variant.gate.backward(d_act_SI.mul_(weight_S[:, None]), gate_up_S)
 
         d_weights = d_down = d_down_A = d_down_B = d_gate_up = d_gate_up_A = d_gate_up_B = d_hidden = None
         if unweighted_SI is not None:
             d_weight_S = unweighted_SI.mul_(act_SI).sum(-1)
             d_weights = d_weight_S[position_S].view(tokens, ctx.top_k).to(ctx.weights_dtype)
-        if needs[4]:
+        if needs[5]:
             d_down = grouped_linear_dw(g_SH * weight_S[:, None], act_SI, groups)
         if second is not None:
             rank = down_A.shape[1]
-            if needs[7]:
+            if needs[8]:
                 d_low = g_low_SR * weight_S[:, None]
                 d_down_A = grouped_linear_dw(d_low, act_SI, groups, scaling)[:, :rank].to(down_A.dtype)
-            if needs[8]:
+            if needs[9]:
                 low = second_low_SR * weight_S[:, None]
                 d_down_B = grouped_linear_dw(g_SH, low, groups, scaling)[:, :, :rank].to(down_B.dtype)
         del act_SI, d_act_SI, unweighted_SI
 
         first = _prepare_lora_pair(gate_up_A, gate_up_B, g_SH, groups)
-        x_SH = hidden_TH.to(dtype)[token_S] if needs[3] or needs[5] else g_SH.new_empty(0)
+        x_SH = hidden_TH.to(dtype)[token_S] if needs[4] or needs[6] else g_SH.new_empty(0)
         d_first_low_SR = None
         if first is not None:
             rank = gate_up_A.shape[1]
             d_first_low_SR = grouped_linear_dx(d_gate_up_S, first[1], groups)
-            if needs[5]:
-                d_gate_up_A = grouped_linear_dw(d_first_low_SR, x_SH, groups, scaling)[:, :rank].to(gate_up_A.dtype)
             if needs[6]:
+                d_gate_up_A = grouped_linear_dw(d_first_low_SR, x_SH, groups, scaling)[:, :rank].to(gate_up_A.dtype)
+            if needs[7]:
                 d_gate_up_B = grouped_linear_dw(d_gate_up_S, first_low_SR, groups, scaling)[:, :, :rank].to(
                     gate_up_B.dtype
                 )
-        if needs[3]:
+        if needs[4]:
             d_gate_up = grouped_linear_dw(d_gate_up_S, x_SH, groups)
         if needs[0]:
-            d_x_SH = ctx.weight_format.grouped_linear_dx(d_gate_up_S, gate_up, groups)
+            d_x_SH = weight_format.grouped_linear_dx(d_gate_up_S, gate_up, groups)
             if first is not None and d_first_low_SR is not None:
                 grouped_linear_dx_add_(d_x_SH, d_first_low_SR, first[0], groups, scaling)
             d_hidden = d_x_SH[position_S].view(tokens, ctx.top_k, d_x_SH.shape[1]).sum(1).to(hidden_TH.dtype)
         return (
-            d_hidden, None, d_weights, d_gate_up, d_down,
-            d_gate_up_A, d_gate_up_B, d_down_A, d_down_B, None, None, None, *(None for _ in companions),
+            d_hidden, None, d_weights, None, d_gate_up, d_down,
+            d_gate_up_A, d_gate_up_B, d_down_A, d_down_B, *(None for _ in companions),
         )  # fmt: skip
 
 

@@ -126,7 +126,7 @@ class Forecast:
         if not is_local or self.run.zero_stage < 3 or self.ranks_here * self.run.nnodes == 1:
             return 0
         whole = self.sizes.whole
-        return (whole.frozen + whole.expert_frozen) * self.sizes.frozen_bytes_each + whole.all_trained * FP32_BYTES
+        return whole.frozen_bytes + whole.expert_frozen_bytes + whole.all_trained * FP32_BYTES
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -375,7 +375,7 @@ def _estimate_offload_s(model: ShardedModel, micro_batches: int) -> float:
     sizes, trained = model.sizes, model.trained_bytes
     weights, passes = trained, micro_batches
     if model.layout.zero_stage == 3:
-        weights += model.count_shard(sizes.whole.frozen, sizes.whole.expert_frozen) * sizes.frozen_bytes_each
+        weights += model.count_shard(sizes.whole.frozen_bytes, sizes.whole.expert_frozen_bytes)
         passes = 2 * micro_batches
     moved = passes * weights + micro_batches * trained
     return moved / HOST_LINK_BYTES_PER_S + UPDATE_PASSES * trained / CPU_BYTES_PER_S

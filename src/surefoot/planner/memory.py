@@ -81,7 +81,7 @@ class Owners:
 
 @dataclass(frozen=True)
 class RankSetup:
-    """What a rank holds besides its sharded model and the tensors of a step."""
+    """Memory of a rank besides its sharded model and the tensors of a step."""
 
     process_bytes: int
     """Bytes of a process that has loaded Python and torch."""
@@ -182,7 +182,7 @@ def _count_checkpoint_copy(model: ShardedModel, setup: RankSetup) -> dict[str, i
     size = (1 + MOMENTS) * FP32_BYTES * copied // ranks
     if not setup.is_on_gpu or model.layout.offload or not shard:
         return {"copy to save": size}
-    pinned = (1 + MOMENTS) * model.count_pinned_bytes(FP32_BYTES, is_trained=True) * copied // (shard * ranks)
+    pinned = (1 + MOMENTS) * model.count_pinned_bytes(is_trained=True) * copied // (shard * ranks)
     return {"copy to save": size, PINNED_ROUNDING: pinned - size}
 
 

@@ -46,10 +46,8 @@ class ShardedModel:
         """Bytes of the frozen weights that this rank holds at rest."""
         whole = self.sizes.whole
         if self.layout.zero_stage == 3:
-            frozen = whole.frozen // self.dense_shards + whole.expert_frozen // self.expert_shards
-        else:
-            frozen = whole.frozen + whole.expert_frozen // self.layout.expert_parallel
-        return frozen * self.sizes.frozen_bytes_each
+            return whole.frozen_bytes // self.dense_shards + whole.expert_frozen_bytes // self.expert_shards
+        return whole.frozen_bytes + whole.expert_frozen_bytes // self.layout.expert_parallel
 
     @property
     def is_grouped_by_layer(self) -> bool:
@@ -88,9 +86,8 @@ class ShardedModel:
 
     def _count_gathered_bytes(self, elements: Elements) -> int:
         ranks = self.layout.expert_parallel
-        frozen = elements.frozen + elements.expert_frozen // ranks
-        trained = elements.trained + elements.expert_trained // ranks
-        return frozen * self.sizes.frozen_bytes_each + trained * FP32_BYTES
+        frozen_bytes = elements.frozen_bytes + elements.expert_frozen_bytes // ranks
+        return frozen_bytes + FP32_BYTES * (elements.trained + elements.expert_trained // ranks)
 
     def count_reduction_bytes(self, *, is_on_gpu: bool) -> int:
         """Count the buffers of one group's gradients in a reduction: as computed, and as sent."""
@@ -105,10 +102,10 @@ class ShardedModel:
             largest = max(group.all_trained for group in groups)
         return (COPIES_IN_REDUCTION if is_on_gpu else COPIES_IN_REDUCTION_GLOO) * FP32_BYTES * largest
 
-    def count_pinned_bytes(self, each_bytes: int, *, is_trained: bool) -> int:
+    def count_pinned_bytes(self, *, is_trained: bool) -> int:
         """Count the bytes of this rank's shard of the trained or frozen weights in pinned memory."""
         return sum(
-            count * shape.pinned_bytes(self.expert_shards if shape.is_expert else self.dense_shards, each_bytes)
+            count * shape.pinned_bytes(self.expert_shards if shape.is_expert else self.dense_shards)
             for shape, count in self.sizes.tensors.items()
             if shape.is_trained == is_trained
         )
@@ -116,9 +113,9 @@ class ShardedModel:
     @property
     def pinned_rounding_bytes(self) -> int:
         """Bytes that pinned memory adds to offloaded weights and gradients by rounding up."""
-        extra = 2 * (self.count_pinned_bytes(FP32_BYTES, is_trained=True) - self.trained_bytes)
+        extra = 2 * (self.count_pinned_bytes(is_trained=True) - self.trained_bytes)
         if self.layout.zero_stage == 3:
-            extra += self.count_pinned_bytes(self.sizes.frozen_bytes_each, is_trained=False) - self.frozen_bytes
+            extra += self.count_pinned_bytes(is_trained=False) - self.frozen_bytes
         return max(0, extra)
 
     def count_sent_bytes(self, micro_batches: int) -> int:
@@ -132,5 +129,5 @@ class ShardedModel:
         reductions = micro_batches if layout.zero_stage >= 2 else 1
         if layout.zero_stage < 3:
             return trained * (1 + reductions)
-        frozen = self.sizes.frozen_bytes_each * (whole.frozen + whole.expert_frozen // layout.expert_parallel)
+        frozen = whole.frozen_bytes + whole.expert_frozen_bytes // layout.expert_parallel
         return reductions * (2 * (trained + frozen) + trained)

@@ -41,6 +41,9 @@ class Elements:
     trained: int = 0
     expert_frozen: int = 0
     expert_trained: int = 0
+    frozen_bytes: int = 0
+    """Bytes of the frozen elements, in the format in which they are stored."""
+    expert_frozen_bytes: int = 0
 
     def __add__(self, other: "Elements") -> "Elements":
         return Elements(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -50,7 +53,7 @@ class Elements:
 
     @property
     def total(self) -> int:
-        return sum(astuple(self))
+        return self.frozen + self.trained + self.expert_frozen + self.expert_trained
 
     @property
     def all_trained(self) -> int:
@@ -62,13 +65,13 @@ class Shape:
     """Shape of a parameter for sharding along its first dimension."""
 
     rows: int
-    row_elements: int
+    row_bytes: int
     is_expert: bool
     is_trained: bool
 
-    def pinned_bytes(self, parts: int, each_bytes: int) -> int:
+    def pinned_bytes(self, parts: int) -> int:
         """Return the bytes of one shard in pinned memory."""
-        return pinned_bytes(-(-self.rows // parts) * self.row_elements * each_bytes)
+        return pinned_bytes(-(-self.rows // parts) * self.row_bytes)
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,6 @@ class Sizes:
     """The largest decoder layer."""
     outside: Elements
     """Elements outside the decoder layers: embeddings, the output layer, a vision tower."""
-    frozen_bytes_each: int
     largest_tensor_bytes: int
     num_layers: int
     num_experts: int
@@ -106,13 +108,11 @@ def count_sizes(built: BuiltModel) -> Sizes:
     text = model.config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None)
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     return Sizes(
         whole=whole,
         layer=max(layer_elements, key=lambda elements: elements.total),
         outside=whole - sum(layer_elements, Elements()),
-        frozen_bytes_each=frozen[0].element_size() if frozen else FP32_BYTES,
-        largest_tensor_bytes=max(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
+        largest_tensor_bytes=max(parameter.nbytes for parameter in model.parameters()),
         num_layers=len(layers),
         num_experts=max((experts_of(module) for module in expert_modules), default=0),
         layers_are_equal=len(
@@ -122,7 +122,7 @@ def count_sizes(built: BuiltModel) -> Sizes:
         vocabulary=int(text.vocab_size),
         num_heads=int(text.num_attention_heads),
         tensors=Counter(
-            Shape(rows, parameter.numel() // rows, parameter in expert_parameters, parameter.requires_grad)
+            Shape(rows, parameter.nbytes // rows, parameter in expert_parameters, parameter.requires_grad)
             for parameter in model.parameters()
             if (rows := parameter.shape[0] if parameter.dim() else 1)
         ),
@@ -139,9 +139,20 @@ def _count_latent_elements(text: PreTrainedConfig) -> int:
 
 def _count_elements(module: nn.Module, expert_parameters: set[nn.Parameter]) -> Elements:
     counts: Counter[tuple[bool, bool]] = Counter()
+    frozen_bytes: Counter[bool] = Counter()
     for parameter in module.parameters():
-        counts[parameter in expert_parameters, parameter.requires_grad] += parameter.numel()
-    return Elements(counts[False, False], counts[False, True], counts[True, False], counts[True, True])
+        is_expert = parameter in expert_parameters
+        counts[is_expert, parameter.requires_grad] += parameter.numel()
+        if not parameter.requires_grad:
+            frozen_bytes[is_expert] += parameter.nbytes
+    return Elements(
+        frozen=counts[False, False],
+        trained=counts[False, True],
+        expert_frozen=counts[True, False],
+        expert_trained=counts[True, True],
+        frozen_bytes=frozen_bytes[False],
+        expert_frozen_bytes=frozen_bytes[True],
+    )
 
 
 def check_fields(base: Path) -> None:

@@ -124,7 +124,7 @@ def _describe_sync(forecast: Forecast) -> str:
         size = whole.total * (FP32_BYTES if is_float32 else HALF_BYTES)
         return f"a sync writes the whole model to output_dir, {size / GIB:.2f} GiB, and the server reads it"
     sent = whole.all_trained * FP32_BYTES
-    merged = (whole.total - whole.all_trained) * forecast.sizes.frozen_bytes_each
+    merged = whole.frozen_bytes + whole.expert_frozen_bytes
     return f"a sync sends the adapter alone, {sent / GIB:.2f} GiB: {sent / merged:.2%} of a merged model"
 
 

@@ -240,7 +240,7 @@ class GpuDetector:
 
 
 class RankDetector:
-    """What single ranks report of their numbers and memory, and what their processes use up."""
+    """Wrong numbers and growing memory of single ranks, and limits that their processes approach."""
 
     def __init__(self, run: WatchedRun, began_s: float) -> None:
         self._run = run

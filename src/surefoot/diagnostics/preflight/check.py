@@ -76,7 +76,7 @@ class CheckContext:
 
 @dataclass(frozen=True)
 class Result:
-    """What a check found. `finding` is set if something is wrong."""
+    """Outcome of a check. `finding` is set if something is wrong."""
 
     status: Status
     text: str

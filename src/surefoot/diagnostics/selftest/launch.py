@@ -87,7 +87,7 @@ def self_test(loaded: LoadedConfig | None, *, is_deep: bool) -> tuple[list[Check
             return None, int(status_path.read_text())
         report = read_report(path) if path.is_file() else Report(ranks.nproc_per_node * ranks.nnodes, "")
     if problem and not report.stopped_in:
-        report.stopped_in = next((stage.name for stage in stages if stage.name not in report.said), stages[-1].name)
+        report.stopped_in = next((stage.name for stage in stages if stage.name not in report.by_stage), stages[-1].name)
     return _add_exit_status(_collect_checks(report, loaded, is_deep=is_deep, problem=problem))
 
 

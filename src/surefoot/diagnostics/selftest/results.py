@@ -10,7 +10,7 @@ from typing import Any
 
 from surefoot.diagnostics.preflight.check import Check, NotApplicable, Result, fail, ok, run_check
 from surefoot.diagnostics.preflight.gpus import JOINED_GPUS, NOT_JOINED
-from surefoot.distributed.elastic_launch import GONE
+from surefoot.distributed.rank_notes import GONE
 from surefoot.system.atomic_io import write_json
 from surefoot.system.rank_consistency import facts_of, ranks_differ
 
@@ -38,7 +38,7 @@ class Report:
 
     ranks: int
     backend: str
-    said: dict[str, dict[int, Any]] = field(default_factory=dict)
+    by_stage: dict[str, dict[int, Any]] = field(default_factory=dict)
     """Stage -> rank -> its result, for stages that all ranks completed."""
     stopped_in: str = ""
     """Stage that not all ranks completed; empty if all did."""
@@ -55,7 +55,7 @@ class Report:
         write_json(path, asdict(self))
 
     def of(self, stage: str) -> Mapping[int, Any]:
-        return self.said.get(stage, {})
+        return self.by_stage.get(stage, {})
 
     def hosts(self) -> dict[int, str]:
         """Return rank -> its host name, with a number if several machines have the same name, as containers may."""
@@ -78,14 +78,16 @@ class Report:
 def read_report(path: Path) -> Report:
     """Read a report. Raises: OSError if the file cannot be read."""
     payload = json.loads(path.read_text("utf-8"))
-    results = {stage: {int(rank): value for rank, value in ranks.items()} for stage, ranks in payload["said"].items()}
+    results = {
+        stage: {int(rank): value for rank, value in ranks.items()} for stage, ranks in payload["by_stage"].items()
+    }
     errors = {int(rank): text for rank, text in payload["errors"].items()}
-    return Report(**{**payload, "said": results, "errors": errors})
+    return Report(**{**payload, "by_stage": results, "errors": errors})
 
 
 def checks_of(report: Report) -> list[Check]:
     """Return the checks of each completed stage, and one that names who did not complete the stage that stopped."""
-    checks = [run_check(name, check, report) for stage, name, check in CHECKS if stage in report.said]
+    checks = [run_check(name, check, report) for stage, name, check in CHECKS if stage in report.by_stage]
     return [*checks, run_check("self-test", _check_stop, report)] if report.stopped_in else checks
 
 

@@ -305,7 +305,7 @@ def _wait_for_rank0(rank: int, store: Any, within_s: float) -> int:
 
 def _abort_test(report: Report, path: Path, stages: Sequence[Stage], rank: int) -> None:
     if rank == 0:
-        report.stopped_in = report.stopped_in or next((s.name for s in stages if s.name not in report.said), "")
+        report.stopped_in = report.stopped_in or next((s.name for s in stages if s.name not in report.by_stage), "")
         report.write(path)
     os._exit(1)
 
@@ -343,7 +343,7 @@ def _watch_stage(stage: Stage, report: Report, store: Any) -> bool:
         report.silent = [rank for rank in sorted(waiting) if progress[rank] == min(progress.values())]
         report.stopped_in, report.within_s = stage.name, stage.within_s
         return False
-    report.said[stage.name] = dict(sorted(values.items()))
+    report.by_stage[stage.name] = dict(sorted(values.items()))
     return True
 
 
