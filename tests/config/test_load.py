@@ -160,6 +160,8 @@ def test_bad_values_say_what_and_where(tmp_path: Path, text: str, message: str) 
         ("chat_template_kwargs: {date: 2024-01-01}\n", r"run\.yaml:4: 2024-01-01 .*date"),
         ("chat_template_kwargs: {code: !!binary aGVsbG8=}\n", r"chat_template_kwargs=.*JSON.*\(run\.yaml:4\)"),
         ("chat_template_kwargs: {tools: {1: a}}\n", r"chat_template_kwargs=.*JSON.*\(run\.yaml:4\)"),
+        ("decay_ratio: 0.2\n", "no effect with lr_scheduler_type=cosine"),
+        ("lr_scheduler_type: wsd\nwarmup_ratio: 0.95\n", "more than the whole run"),
     ],
 )
 def test_contradictions_are_refused_before_anything_loads(tmp_path: Path, text: str, message: str) -> None:

@@ -52,11 +52,13 @@ class MarginObjective(Objective):
         logprobs, _ = self._logprobs(batch)
         if batch.is_dummy:
             return LossTerms(logprobs.sum() * 0.0)
-        ends = torch.tensor(batch.lengths).cumsum(0)
+        device = logprobs.device
+        ends = torch.tensor(batch.lengths, device=device).cumsum(0)
         sample = torch.bucketize(batch.target_positions, ends, right=True)
-        sums = torch.zeros(len(ends)).index_add(0, sample, logprobs)
-        labels = torch.tensor([self.labels.get(place, 1) for place in batch.row_refs or [""] * len(ends)])
-        counts = torch.zeros(len(ends)).index_add(0, sample, torch.ones(len(sample)))
+        sums = logprobs.new_zeros(len(ends)).index_add(0, sample, logprobs)
+        labels_here = [self.labels.get(place, 1) for place in batch.row_refs or [""] * len(ends)]
+        labels = torch.tensor(labels_here, device=device)
+        counts = logprobs.new_zeros(len(ends)).index_add(0, sample, torch.ones_like(logprobs))
         means = sums / counts.clamp(min=1)
         return LossTerms((self._margin - labels * (means + self._margin)).clamp(min=0).sum() / max(len(self.labels), 1))
 

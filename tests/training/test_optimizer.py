@@ -33,6 +33,8 @@ def test_linear_cosine_and_wsd() -> None:
     assert rates(4, lr_scheduler_type="linear", min_lr_ratio=0.2) == pytest.approx([1.0, 0.8, 0.6, 0.4])
     assert rates(4) == pytest.approx([(1 + math.cos(math.pi * k / 4)) / 2 for k in range(4)])
     assert rates(10, lr_scheduler_type="wsd", decay_ratio=0.4) == pytest.approx([1.0] * 6 + [1.0, 0.75, 0.5, 0.25])
+    low = rates(10, lr_scheduler_type="wsd", decay_ratio=0.4, min_lr_ratio=0.2, warmup_ratio=0.2)
+    assert low == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4])
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant", "wsd"])

@@ -199,13 +199,14 @@ class RunConfig(BaseModel):
     learning_rate: float = Field(default=1e-4, ge=0)
     """Peak learning rate."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "wsd"] = "cosine"
-    """Schedule after warm-up. `wsd`: constant, then linear to zero over the last `decay_ratio` of the steps."""
+    """Schedule after warm-up. `wsd` (warmup-stable-decay): constant, then linear to `min_lr_ratio` of the peak over the
+    last `decay_ratio` of the run."""
     warmup_steps: int | None = Field(default=None, ge=0)
     """Steps of linear warm-up. Default: `warmup_ratio` of all steps."""
     warmup_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Share of all steps spent warming up."""
+    """Share of the run spent warming up: of its steps with `max_steps`, else of its rows."""
     decay_ratio: float = Field(default=0.1, gt=0, le=1)
-    """Share of all steps in which `wsd` decays."""
+    """Share of the run in which `wsd` decays, at its end; measured as `warmup_ratio` is."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """The learning rate at the end, as a share of the peak (linear, cosine, wsd)."""
     weight_decay: float = Field(default=0.0, ge=0)

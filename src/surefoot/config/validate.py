@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from surefoot.config.schema import Contradiction, RunConfig
+from surefoot.config.schema import EPSILON, Contradiction, RunConfig
 
 ENDPOINT = re.compile(r"^[^\s:]+:(\d{1,5})$")
 MOST_PORT = 65535
@@ -117,6 +117,20 @@ def _check_schedule(run: RunConfig, non_default: set[str]) -> Iterator[Contradic
     if run.warmup_steps is not None and run.warmup_ratio:
         yield Contradiction(
             "warmup_steps and warmup_ratio both set the warm-up. Keep one", "warmup_steps", "warmup_ratio"
+        )
+    if run.lr_scheduler_type != "wsd" and "decay_ratio" in non_default:
+        yield Contradiction(
+            f"decay_ratio={run.decay_ratio} has no effect with lr_scheduler_type={run.lr_scheduler_type}. Drop it, or "
+            "set lr_scheduler_type: wsd",
+            "decay_ratio",
+            "lr_scheduler_type",
+        )
+    if run.lr_scheduler_type == "wsd" and run.warmup_ratio + run.decay_ratio > 1 + EPSILON:
+        yield Contradiction(
+            f"warmup_ratio={run.warmup_ratio} and decay_ratio={run.decay_ratio} are more than the whole run, so the "
+            "learning rate would jump between them. Lower one of them",
+            "warmup_ratio",
+            "decay_ratio",
         )
     if run.max_steps is not None and run.num_train_epochs is not None:
         yield Contradiction(

@@ -22,7 +22,7 @@ PAGES = {
     ),
     "SF103": Page(
         "a rank waits for a disk or a device",
-        "Its process has been in uninterruptible sleep (state D) for longer than steps usually take.",
+        "One of its threads was in uninterruptible sleep (state D) in every sample, and it waits for no other rank.",
         "Look at the file systems that the run uses (a network mount whose server is down?) and at dmesg.",
         severity="error",
     ),

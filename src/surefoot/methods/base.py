@@ -1,6 +1,6 @@
 """The interface of a fine-tuning method: the base class of all methods, and the types they share with the loop.
 
-SFT is `sft.py`, GRPO is `grpo/method.py`; `registry.py` finds a method by its name in run.yaml.
+SFT is `sft/method.py`, GRPO is `grpo/method.py`; `registry.py` finds a method by its name in run.yaml.
 """
 
 from abc import ABC, abstractmethod

@@ -62,7 +62,7 @@ def _find_stopped(case: StallCase) -> Finding | None:
             f"Continue it: kill -CONT {' '.join(str(rank.process) for rank in stopped)}",
             rank=stopped[0].rank,
         )
-    # A rank that waits for others may have a thread that saves at the same time.
+    # A rank that waits in a collective is excluded: its saver thread may be writing to the disk at the same time.
     blocked = [
         rank for rank in case.ranks if (rank.state == "disk-sleep" or rank.waits_for_disk) and not case.waiting(rank)
     ]
