@@ -133,14 +133,15 @@ def main() -> int:
             print(lines[-1], flush=True)
     table = "\n".join(
         [
-            "# How well `surefoot plan` forecasts",
+            "# Accuracy of `surefoot plan`",
             "",
             "Made by `python benchmarks/plan_accuracy.py --write docs/plan-accuracy.md`.",
             "",
-            f"Peak resident set of a rank, MiB; CPU, torch {torch.__version__}, transformers "
-            f"{transformers.__version__}, Python {platform.python_version()}, {' '.join(platform.libc_ver())}. "
-            f"Worst: {worst:.1%} (wanted: {ALLOWED:.0%}). Then seconds of a step, from what products and sigmoids take "
-            f"on {os.cpu_count()} cores: {min(ratios):.2f} to {max(ratios):.2f} of what is measured.",
+            "The table has the peak resident set of a rank (MiB) and the time of a step (s). CPU, torch "
+            f"{torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}, "
+            f"{' '.join(platform.libc_ver())}. The largest error of memory is {worst:.1%} (allowed: {ALLOWED:.0%}). "
+            f"Times are forecast from measured rates of matrix products and sigmoids on {os.cpu_count()} cores: they "
+            f"are {min(ratios):.2f} to {max(ratios):.2f} of the measured times.",
             "",
             "| run | forecast, MiB | measured, MiB | | forecast, s | measured, s |",
             "|---|---|---|---|---|---|",
