@@ -14,6 +14,7 @@ from surefoot.distributed.fsdp import Sharding
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.distributed.process_group import init_distributed
 from surefoot.models.build import build_model
+from surefoot.system.process import leave
 from tests.support.int8_format import STORED, loss_and_gradients
 
 model, zero_stage, expert_parallel, out = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
@@ -28,3 +29,4 @@ with init_distributed("cpu") as ranks:
     loss, gradients = loss_and_gradients(built)
     if ranks.is_first:
         save_file({**gradients, "loss": torch.tensor(loss), "held": torch.tensor(held)}, out)
+leave(0)

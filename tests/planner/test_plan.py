@@ -372,7 +372,7 @@ def test_a_deep_model_is_forecast_from_a_few_of_its_layers(
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 9}))
     settings = {**settings, "model": str(tmp_path)}
     few = told(settings)
-    monkeypatch.setattr(forecasting, "MORE", 9)
+    monkeypatch.setattr(forecasting, "MORE_LAYERS", 9)
     forecasting._trace.cache_clear()
     whole = told(settings)
     assert few.host_peak[1] == pytest.approx(whole.host_peak[1], rel=0.01)

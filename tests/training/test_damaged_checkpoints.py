@@ -492,7 +492,7 @@ def test_a_place_beyond_the_data_is_named(settings: dict[str, Any]) -> None:
     run = surefoot.train(settings, screen=False, save_steps=2).run_folder
     newest = checkpoint_folder(run, 2)
     edit("state.json", position={"epoch": 0, "window": 9, "used": 0})(newest)
-    with pytest.raises(DataError, match=r"window 9 .* 1\."):
+    with pytest.raises(DataError, match="window 9 of data with 1 windows"):
         surefoot.train(
             settings, screen=False, output_dir=run.with_name("new"), resume_from_checkpoint=newest, save_steps=2
         )
