@@ -20,7 +20,7 @@ fuzz: $(VENV)/.dev
 	SUREFOOT_FUZZ_S=$${SUREFOOT_FUZZ_S:-600} OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m fuzz tests/fuzz
 
 test-matrix: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m matrix -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m matrix
 
 # With a real vLLM server, which has a virtual environment of its own: it wants another transformers.
 test-vllm: $(VENV)/.dev .venv-vllm/.done

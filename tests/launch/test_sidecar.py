@@ -87,7 +87,7 @@ def test_a_run_under_torchrun_that_stands_still_is_named(
     start(sys.executable, *launcher, "-m", "surefoot", "train", str(tmp_path / "run.json"), fault="sleeping:1:9")
     found = first_finding(Path(settings["output_dir"]))
     assert (found["code"], found["evidence"]["rank"]) == ("SF106", 1)
-    assert "in _sleep" in found["cause"]
+    assert "fault_injection.py:" in found["cause"]
 
 
 def test_a_rank_that_dies_under_torchrun_is_named(settings: dict[str, Any], tmp_path: Path, start: Start) -> None:
