@@ -208,7 +208,6 @@ def _join_other_ranks(backend: str, size: int) -> Iterator[World]:
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=size, timeout=DEADLINE, device_id=device
             )
-    groups_before = list(dist.distributed_c10d._world.pg_map)
     all_agree = False
     try:
         group = dist.new_group(backend="gloo", timeout=AGREEMENT_DEADLINE, group_desc="agreement")
@@ -220,12 +219,8 @@ def _join_other_ranks(backend: str, size: int) -> Iterator[World]:
     finally:
         # NCCL destroys a group only after all of its operations: a rank that failed alone would wait there for ranks
         # that wait for it, and its reason would never be reported. Its process ends now, and the group with it.
-        if all_agree or backend == "gloo":
-            if owns_group:
-                dist.destroy_process_group()
-            else:  # each group has threads that wake a hundred times a second, in a program of many runs for ever
-                for group in [group for group in dist.distributed_c10d._world.pg_map if group not in groups_before]:
-                    dist.destroy_process_group(group)
+        if owns_group and (all_agree or backend == "gloo"):
+            dist.destroy_process_group()
 
 
 def sum_over_ranks(tensor: Tensor, ranks: World) -> Tensor:

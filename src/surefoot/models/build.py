@@ -145,7 +145,6 @@ def build_model(
     check_generation_config(folder)
     check_weights_fill(folder)
     attached_targets: list[LoraTargets] = []
-    shardings: list[Sharding] = []
     cls = _add_lora_to_class(stock, lora, attached_targets) if lora is not None else stock
 
     def mark(model: PreTrainedModel) -> None:
@@ -155,8 +154,7 @@ def build_model(
             _freeze_vision(model)
 
     if sharding is not None:
-        shardings.append(sharding)
-        cls = _add_sharding_to_class(cls, shardings, mark)
+        cls = _add_sharding_to_class(cls, sharding, mark)
     stored = dtype if lora is not None else torch.float32
     # FSDP expects offloaded parameters on the CPU from the start; the rest moves to the device afterwards.
     is_offloaded = sharding is not None and sharding.is_offloaded
@@ -167,7 +165,6 @@ def build_model(
         model = _load_weights(
             cls, folder, config, stored, reads_to, lora.weight_format if lora else FLOAT, sharding is not None
         )
-    shardings.clear()  # FSDP keeps the class for good, and with it the process groups of the meshes
     if is_offloaded:
         _move_whole_tensors(model, device)
     targets = attached_targets[-1] if lora is not None else None
@@ -282,19 +279,19 @@ def _load_weights(
 
 
 def _add_sharding_to_class(
-    cls: type[PreTrainedModel], shardings: list[Sharding], mark: Callable[[PreTrainedModel], None]
+    cls: type[PreTrainedModel], sharding: Sharding, mark: Callable[[PreTrainedModel], None]
 ) -> type[PreTrainedModel]:
-    """Return a subclass that transformers' loader shards over the ranks with `shardings[0]`, then fills part by part.
+    """Return a subclass that transformers' loader shards over the ranks with `sharding`, then fills part by part.
 
     `mark` sets which parameters are trained, because that determines how they are sharded.
     """
 
     def prepare(_cls: Any, distributed_config: Any, device_map: Any = None) -> Any:
-        return distributed_config, device_map, shardings[0].meshes
+        return distributed_config, device_map, sharding.meshes
 
     def distribute(_cls: Any, model: PreTrainedModel, *_: Any) -> PreTrainedModel:
         mark(model)
-        shardings[0].apply(model)
+        sharding.apply(model)
         model._is_distributed_loading_by_transformers = True
         model._is_fsdp_managed_module = True
         return model
