@@ -3,6 +3,11 @@
 Importing this package imports no torch; each function imports what it needs.
 """
 
+import sys
+
+if sys.argv[:1] == ["-m"] and "surefoot" in sys.orig_argv and not sys.flags.safe_path:
+    del sys.path[0]  # `python -m surefoot` puts the current folder first: its Python files are not ours to run
+
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
