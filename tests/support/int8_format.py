@@ -19,7 +19,6 @@ from tests.support.batches import LENGTHS, batch
 class Int8Rows(WeightFormat):
     """Values from -127 to 127, and the scale of each row [.., out, 1]."""
 
-    name = "int8-rows"
     endings = ("", "_scale")
 
     def store(self, weight: Tensor) -> Stored:

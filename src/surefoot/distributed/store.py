@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from surefoot.distributed.listening import serve_store_at
 from surefoot.errors import StoppedOnFinding
-from surefoot.findings import CATALOGUE, Finding
+from surefoot.findings import Finding
 from surefoot.system.console import say
 from surefoot.system.process import launcher_number
 
@@ -91,9 +91,7 @@ def rendezvous(rank: int, size: int) -> Any:
 def connecting(rank: int, backend: str) -> Iterator[None]:
     """Report on rank 0 if the ranks, which have all arrived, are not connected soon (SF108)."""
     cause = f"all ranks have joined, but {backend} has not connected them after {LATE.total_seconds():.0f} s"
-    finding = Finding(
-        "SF108", cause, {"host": socket.gethostname(), **_read_interface_variables()}, CATALOGUE["SF108"].fix, 0.7
-    )
+    finding = Finding("SF108", cause, {"host": socket.gethostname(), **_read_interface_variables()}, confidence=0.7)
     late = threading.Timer(LATE.total_seconds(), lambda: say(finding.as_text()))
     late.daemon = True
     if rank == 0:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surefoot.findings import CATALOGUE, Finding
+from surefoot.findings import Finding
 from surefoot.findings.reported import ReportedFindings
 
 MOST_FORWARDS = 4096
@@ -138,7 +138,7 @@ class LabelChecker:
             causes["SF503"] = f"in {MASKED_STEPS} steps in a row every row begins with two beginning-of-sequence tokens"
         if self._has_end_tokens and self._steps >= ENDLESS_STEPS and self._trained and not self._ends:
             causes["SF510"] = f"of {self._trained} tokens that were trained in {self._steps} steps none ends an answer"
-        findings = [Finding(code, cause, {"step": step}, CATALOGUE[code].fix) for code, cause in causes.items()]
+        findings = [Finding(code, cause, {"step": step}) for code, cause in causes.items()]
         return self._reported.select_new(findings)
 
 

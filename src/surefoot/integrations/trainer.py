@@ -38,7 +38,7 @@ from surefoot.events import (
     RunEnded,
     StepEnded,
 )
-from surefoot.findings import CATALOGUE, Finding
+from surefoot.findings import Finding
 from surefoot.findings.reported import ReportedFindings
 from surefoot.integrations.batches import BatchCounter, BatchCounts, LabelChecker
 from surefoot.launch.sidecar import SUPERVISED, end, ranks_elsewhere, start
@@ -170,7 +170,7 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
             self._report(finding)
         if counted.not_finite:
             cause = f"the loss of step {step} is not finite on rank {self._rank}"
-            self._report(Finding("SF401", cause, {"step": step, "rank": self._rank}, CATALOGUE["SF401"].fix))
+            self._report(Finding("SF401", cause, {"step": step, "rank": self._rank}))
 
     def _check_finite(self, numbers: dict[str, float], step: int) -> None:
         """Report that a number is not finite; on the process that logs."""
@@ -185,7 +185,7 @@ class SurefootCallback(TrainerCallback):  # type: ignore[misc]
         cause = f"{' and '.join(names)} of the steps up to {step}, as logged, {'are' if names[1:] else 'is'} not finite"
         if code == "SF402" and self._hides_losses:
             cause += "; the loss may not be either: logging_nan_inf_filter shows others in its place"
-        self._report(Finding(code, cause, {"step": step, **shown}, CATALOGUE[code].fix))
+        self._report(Finding(code, cause, {"step": step, **shown}))
 
     def _report(self, finding: Finding) -> None:
         """Report a finding once; losses and gradients that are not finite are one problem."""

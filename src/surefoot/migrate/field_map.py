@@ -189,8 +189,8 @@ def _map_schedule(run: ParsedRun, name: str, value: Any) -> MappedSettings:
             min_lr, max_lr = parse_number(kwargs["min_lr"]), parse_number(run.settings.get("learning_rate", default))
             is_numeric = isinstance(min_lr, int | float) and isinstance(max_lr, int | float) and max_lr > 0
             return {"min_lr_ratio": float(f"{min_lr / max_lr:.6g}")} if is_numeric else None
-        if kwargs is not None and len(kwargs) == 1 and kwargs.keys() <= {"min_lr_rate", "min_lr_ratio"}:
-            return {"min_lr_ratio": next(iter(kwargs.values()))}
+        if kwargs is not None and kwargs.keys() == {"min_lr_rate"}:
+            return {"min_lr_ratio": kwargs["min_lr_rate"]}
         return None
     if name == "report_to":
         trackers = [tracker for tracker in as_list(value) if tracker in TRACKERS]

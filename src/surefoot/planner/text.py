@@ -3,7 +3,7 @@
 from typing import Any
 
 from surefoot.config import LoadedConfig, RolloutConfig
-from surefoot.findings import CATALOGUE, Finding
+from surefoot.findings import Finding
 from surefoot.planner.devices import GIB
 from surefoot.planner.forecast import Forecast
 from surefoot.planner.sizes import FP32_BYTES, HALF_BYTES
@@ -80,7 +80,7 @@ def list_findings(forecast: Forecast, loaded: LoadedConfig) -> list[Finding]:
     """Return a finding for each memory that is too small."""
     findings: list[Finding] = []
 
-    def add_finding(code: str, cause: str, evidence: dict[str, Any], fix: str) -> None:
+    def add_finding(code: str, cause: str, evidence: dict[str, Any], fix: str = "") -> None:
         findings.append(Finding(code, cause, evidence, fix, 0.9))
 
     where = loaded.where("model")
@@ -92,7 +92,6 @@ def list_findings(forecast: Forecast, loaded: LoadedConfig) -> list[Finding]:
             f"each rank needs {_as_gib(needed)} on its {forecast.device.name} in {phase}, and {_as_gib(room)} are "
             "available for tensors",
             {"needed_bytes": needed, "room_bytes": room, "phase": phase, "where": where},
-            CATALOGUE["SF719"].fix,
         )
     server = forecast.server
     if server is not None and not server.has_room:
@@ -111,7 +110,6 @@ def list_findings(forecast: Forecast, loaded: LoadedConfig) -> list[Finding]:
             f"{forecast.ranks_here} ranks on one machine need {_as_gib(needed)} of its memory in {phase}, and "
             f"{_as_gib(free)} are free",
             {"needed_bytes": needed, "free_bytes": free, "phase": phase, "where": where},
-            CATALOGUE["SF716"].fix,
         )
     return findings
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from surefoot.findings import CATALOGUE, Finding
+from surefoot.findings import Finding
 
 MAY_DIFFER = re.compile(r"^(OMP|MKL)_|^CUDA_VISIBLE_DEVICES$|(_IFNAME|_HCA|_DIR|_PATH|_FILE|_PRELOAD)$")
 """Variables that may differ between ranks or machines, because they name their CPUs, GPUs, network cards and paths."""
@@ -58,7 +58,7 @@ def ranks_differ(facts: Sequence[Facts], hosts: Sequence[str]) -> Finding | None
         lines.append(
             f"{name} is {', '.join(deviating)}, and {most_common} on {_name_ranks(values[most_common], hosts)}"
         )
-    return Finding(CODE, "; ".join(lines), {"differing": differing}, CATALOGUE[CODE].fix, 0.7)
+    return Finding(CODE, "; ".join(lines), {"differing": differing}, confidence=0.7)
 
 
 def _name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.data.collate import MicroBatch
-from surefoot.findings import CATALOGUE, Finding
+from surefoot.findings import Finding
 from surefoot.methods.base import TrainContext
 from surefoot.models.dtensor_blocks import block_of
 from surefoot.training.step import CHECKED, NotFinite, list_not_finite
@@ -77,7 +77,7 @@ def not_finite_finding(
         evidence["ranks"] = ", ".join(str(rank) for rank, report in enumerate(reports) if report["is_here"])
     code = "SF401" if error.what == "loss" else "SF402"
     cause = f"the {error.what} of step {step} is {error.value}; the weights were not updated with it{where}"
-    return Finding(code=code, cause=cause, evidence=evidence, fix=CATALOGUE[code].fix)
+    return Finding(code=code, cause=cause, evidence=evidence)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from surefoot.config import LoadedConfig, RunConfig
-from surefoot.findings import CATALOGUE, Finding
+from surefoot.findings import Finding
 from surefoot.system.machine import Snapshot
 from surefoot.system.nvml import visible
 
@@ -121,5 +121,5 @@ def fail(code: str, cause: str, *, fix: str = "", is_fatal: bool = False, **evid
 
     A failure (`is_fatal`) keeps a run from starting and is only for what cannot work. Everything else is a warning.
     """
-    finding = Finding(code, cause, evidence, fix or CATALOGUE[code].fix, 1.0 if is_fatal else 0.7)
+    finding = Finding(code, cause, evidence, fix, 1.0 if is_fatal else 0.7)
     return Result("failed" if is_fatal else "warning", cause, finding)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
 
-from surefoot.findings import CATALOGUE, Finding
+from surefoot.findings import Finding
 from surefoot.methods.grpo.scoring import ScoredCompletion
 
 DRIFT_STEPS = 3
@@ -46,7 +46,7 @@ class FailureDetector:
             f"{consequence} {where}. The first: {failures[0].splitlines()[0]}"
         )
         evidence = {"step": step, **_count_by_function(failures, "failed_"), "first": failures[0]}
-        return [Finding("SF802", cause, evidence, CATALOGUE["SF802"].fix)]
+        return [Finding("SF802", cause, evidence)]
 
 
 def no_rewards(
@@ -72,7 +72,6 @@ def no_rewards(
             **_count_by_function(failures, "failed_"),
             "first": failures[0] if failures else "none failed",
         },
-        CATALOGUE["SF803"].fix,
     )
 
 
@@ -112,7 +111,6 @@ class EngineDriftDetector:
                 "importance_ratio": float(f"{metrics.get('importance_ratio', 1.0):.4g}"),
                 "tolerance": tolerance,
             },
-            CATALOGUE["SF805"].fix,
             confidence=0.8,
         )
 
@@ -144,7 +142,7 @@ class NoSignalDetector:
             return []
         self.is_reported = True
         cause = f"in the last {self.rollouts} rollouts, up to step {step}, nothing was learned: "
-        fix = CATALOGUE["SF804"].fix
+        fix = ""
         if is_truncated:
             cause += (
                 "all completions of the last one that have a learning signal were cut at max_completion_length, and "

@@ -30,7 +30,6 @@ class WeightFormat(ABC):
     Shapes: x [S, in] -> y [S, out] for linear layers; for stacks of experts the rows S are sorted by expert.
     """
 
-    name: ClassVar[str]
     endings: ClassVar[tuple[str, ...]] = ("",)
     """Endings of the names of a weight's tensors; the first is empty."""
 
@@ -41,10 +40,6 @@ class WeightFormat(ABC):
     @abstractmethod
     def read(self, stored: Stored, dtype: torch.dtype) -> Tensor:
         """Return the weight [.., out, in], or the part of it that is stored, for products, exports and tests."""
-
-    def count_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
-        """Return the bytes of a stored weight of this shape that is `dtype` in the model's files."""
-        return sum(tensor.nbytes for tensor in self.store(torch.empty(*shape, dtype=dtype, device="meta")))
 
     def linear(self, x: Tensor, stored: Stored, bias: Tensor | None) -> Tensor:
         """Compute `y = x W^T + bias`."""
@@ -80,8 +75,6 @@ class WeightFormat(ABC):
 
 class FloatFormat(WeightFormat):
     """Weights as they are, in a float type. The only format whose weights can be trained."""
-
-    name = "float"
 
     def store(self, weight: Tensor) -> Stored:
         return (weight,)

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from surefoot.errors import ConfigError, StoppedOnFinding
-from surefoot.findings import CATALOGUE, Finding
+from surefoot.findings import Finding
 from surefoot.system.process import describe_end, end_with_parent
 
 LOG_TAIL_BYTES = 3000
@@ -148,7 +148,7 @@ class Server:
 
     def stopped(self, code: str, cause: str, **evidence: Any) -> StoppedOnFinding:
         """Return the error that ends the run with a finding about the server."""
-        return StoppedOnFinding(Finding(code, cause, {**evidence, **self.evidence()}, CATALOGUE[code].fix))
+        return StoppedOnFinding(Finding(code, cause, {**evidence, **self.evidence()}))
 
     def end(self) -> None:
         """End a server of this run; any other server is left running."""
