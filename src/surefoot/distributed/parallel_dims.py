@@ -11,6 +11,7 @@ that set are replicated or sharded like everything else.
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -118,18 +119,27 @@ def _list_divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
+_MESHES: WeakKeyDictionary[dist.ProcessGroup | None, dict[tuple[object, ...], DeviceMesh]] = WeakKeyDictionary()
+"""Meshes that exist, by the group of all ranks: each group has threads that wake a hundred times a second."""
+
+
 class Meshes:
-    """Device meshes of a layout. Collective: creates process groups."""
+    """Device meshes of a layout. Collective: creates process groups, which later runs of this process use again."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self._layout = layout
         self._device_type = device.type
-        self._dense = init_device_mesh(
-            device.type,
-            (1, layout.dp_replicate, layout.fsdp, 1),
-            mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"),
-        )
-        self._experts: dict[int, DeviceMesh] = {}
+        self._created: list[DeviceMesh] = []
+        self._dense = self._mesh(pp=1, dp_replicate=layout.dp_replicate, fsdp=layout.fsdp, tp=1)
+
+    def _mesh(self, **dims: int) -> DeviceMesh:
+        of_world = _MESHES.setdefault(dist.group.WORLD, {}) if dist.is_initialized() else {}
+        key = (self._device_type, *dims.items())
+        if key not in of_world:
+            names, sizes = tuple(dims), tuple(dims.values())
+            of_world[key] = init_device_mesh(self._device_type, sizes, mesh_dim_names=names)
+            self._created.append(of_world[key])
+        return of_world[key]
 
     @property
     def dense(self) -> DeviceMesh:
@@ -138,23 +148,19 @@ class Meshes:
 
     def experts(self, shards: int) -> DeviceMesh:
         """Return the mesh (`dp_replicate`, `fsdp`, `ep`) with `shards` ranks that shard the same experts."""
-        if shards not in self._experts:
-            ep = self._layout.expert_parallel
-            self._experts[shards] = init_device_mesh(
-                self._device_type,
-                (self._layout.size // ep // shards, shards, ep),
-                mesh_dim_names=("dp_replicate", "fsdp", "ep"),
-            )
-        return self._experts[shards]
+        ep = self._layout.expert_parallel
+        return self._mesh(dp_replicate=self._layout.size // ep // shards, fsdp=shards, ep=ep)
 
     def leave(self) -> None:
         """Destroy the process groups that were created for these meshes. Every rank does it, in the same order."""
-        meshes = (self._dense, *self._experts.values())
-        groups = [mesh.get_group(name) for mesh in meshes for name in mesh.mesh_dim_names or ()]
+        groups = [mesh.get_group(name) for mesh in self._created for name in mesh.mesh_dim_names or ()]
         for group in dict.fromkeys(groups):  # dimensions may share a group, or use that of all ranks
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
-        self._experts.clear()
+        of_world = _MESHES.get(dist.group.WORLD, {})
+        for key in [key for key, mesh in of_world.items() if any(mesh is created for created in self._created)]:
+            del of_world[key]
+        self._created.clear()
 
     def get_mesh(self, dims: str | tuple[str, ...]) -> DeviceMesh:
         """Return a view of the dense mesh; transformers calls this."""

@@ -221,6 +221,8 @@ def _join_other_ranks(backend: str, size: int) -> Iterator[World]:
         # that wait for it, and its reason would never be reported. Its process ends now, and the group with it.
         if owns_group and (all_agree or backend == "gloo"):
             dist.destroy_process_group()
+        elif all_agree:  # a later run of this program has its own
+            dist.destroy_process_group(group)
 
 
 def sum_over_ranks(tensor: Tensor, ranks: World) -> Tensor:
