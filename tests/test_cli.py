@@ -79,7 +79,17 @@ def test_train_export_and_chat(tmp_path: Path, settings: dict[str, Any], here: H
         chat = here("chat", source, "--prompt", "Count", "--max-new-tokens", "3", "--json")
         assert chat.returncode == 0, chat.stderr
         assert json.loads(chat.stdout)["prompt"] == "Count"
-    for option, named in (("--max-new-tokens=-3", "max_new_tokens=-3"), ("--temperature=-1", "temperature=-1")):
+    odd = here(
+        "chat", settings["output_dir"], "--prompt", "Count\udcff", "--system", "\udcfe", "--max-new-tokens=9999999"
+    )
+    assert odd.returncode == 0, odd.stderr  # bytes that are no text; more tokens than the model's context has
+    for option, named in (
+        ("--max-new-tokens=-3", "max_new_tokens=-3"),
+        ("--temperature=-1", "temperature=-1"),
+        ("--temperature=1e-40", "temperature=1e-40"),
+        ("--temperature=nan", "temperature=nan"),
+        (f"--system={'one ' * 300}", "new conversation"),
+    ):
         refused = here("chat", settings["output_dir"], "--prompt", "Count", option)
         assert refused.returncode == 2
         assert named in refused.stderr
@@ -92,6 +102,57 @@ def test_train_export_and_chat(tmp_path: Path, settings: dict[str, Any], here: H
     )
     assert talk.returncode == 0
     assert talk.stdout.count("> ") == 3
+
+
+def test_a_folder_that_was_deleted_meanwhile_is_named(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    code = "import os, sys; os.rmdir(os.getcwd()); from surefoot.cli import main; sys.exit(main())"
+    for verb in (["settings"], ["import", "--", "trl", "sft"], ["train", "run.yaml"]):
+        (tmp_path / "gone").mkdir(exist_ok=True)
+        ended = subprocess.run(
+            [sys.executable, "-c", code, *verb], cwd=tmp_path / "gone", capture_output=True, text=True, timeout=60
+        )
+        assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
+
+
+def test_the_cache_may_have_any_name_and_its_errors_name_it(tmp_path: Path, settings: dict[str, Any]) -> None:
+    arguments = ["data", config_file(tmp_path, settings)]
+    done = surefoot(*arguments, env={"SUREFOOT_CACHE": f"{tmp_path}/cache\udcff"})
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "file").touch()
+    refused = surefoot(*arguments, env={"SUREFOOT_CACHE": str(tmp_path / "file")})
+    assert refused.returncode != 0
+    assert "SUREFOOT_CACHE" in refused.stderr, refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_an_artifact_that_is_damaged_is_not_exported(tmp_path: Path, settings: dict[str, Any], here: Here) -> None:
+    run = Path(train(settings | {"max_steps": 1}).run_folder)
+    weights = run / "adapter" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    refused = here("export", str(run), str(tmp_path / "copy"))
+    assert refused.returncode == 2
+    assert "adapter_model.safetensors" in refused.stderr
+    assert not (tmp_path / "copy").exists()
+
+
+@pytest.mark.parametrize("verb", ["export", "watch", "train"])
+def test_a_pipe_in_the_place_of_a_file_of_the_run_is_not_waited_for(
+    tmp_path: Path, settings: dict[str, Any], verb: str
+) -> None:
+    train(settings | {"max_steps": 1})
+    run = Path(settings["output_dir"])
+    for name in ("run.yaml", "metrics.jsonl"):
+        (run / name).unlink()
+        os.mkfifo(run / name)
+    arguments = {
+        "export": ["export", str(run), str(tmp_path / "copy")],
+        "watch": ["watch", str(run), "--once"],
+        "train": ["train", config_file(tmp_path, settings)],
+    }
+    ended = surefoot(*arguments[verb])
+    assert ended.returncode == {"export": 0, "watch": 0, "train": 2}[verb], ended.stderr
+    assert verb != "train" or "metrics.jsonl, run.yaml" in ended.stderr
 
 
 def test_upcycle(tmp_path: Path, model_folder: Callable[[str], Path]) -> None:
@@ -137,6 +198,13 @@ def test_bad_settings_end_with_status_2(
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: ")
     assert re.search(message, done.stderr), done.stderr
+
+
+def test_an_output_inside_the_data_is_refused(tmp_path: Path, settings: dict[str, Any], here: Here) -> None:
+    write_jsonl(tmp_path / "train.jsonl", counting_rows(4))
+    done = here("train", config_file(tmp_path, {**settings, "dataset": str(tmp_path)}))
+    assert done.returncode == 2
+    assert re.search(r"output_dir=.*inside dataset .*run\.yaml:\d", done.stderr), done.stderr
 
 
 def test_bad_input_ends_the_supervised_run_with_status_2_and_no_traceback(

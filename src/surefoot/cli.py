@@ -311,7 +311,7 @@ def _run_drill(arguments: argparse.Namespace) -> int:
     from surefoot.diagnostics.drill import drill
 
     missed = total = 0
-    kinds = [kind for kind in arguments.kinds.split(",") if kind]
+    kinds = arguments.kinds.split(",") if arguments.kinds else []
     for outcome in drill(kinds, seeds=arguments.seeds, overrides=arguments.overrides):
         total, missed = total + 1, missed + (not outcome.is_named)
         after = f"{outcome.after_s:5.1f} s" if outcome.after_s is not None else "      -"
@@ -367,9 +367,15 @@ def _run_upcycle(arguments: argparse.Namespace) -> None:
     _show(model, f"written: {target}", as_json=arguments.json)
 
 
+def _as_utf8(text: str) -> str:
+    """Return a text of the terminal with question marks for bytes that are not UTF-8."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def _run_chat(arguments: argparse.Namespace) -> int:
     model, tokenizer = surefoot.load(arguments.model, arguments.adapter)
-    turns: list[dict[str, str]] = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    system = _as_utf8(arguments.system or "")
+    turns: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
 
     def answer(text: str) -> str:
         turns.append({"role": "user", "content": text})
@@ -380,14 +386,14 @@ def _run_chat(arguments: argparse.Namespace) -> int:
         return reply
 
     if arguments.prompt is not None:
-        reply = answer(arguments.prompt)
-        _show({"prompt": arguments.prompt, "completion": reply}, reply, as_json=arguments.json)
+        prompt = _as_utf8(arguments.prompt)
+        reply = answer(prompt)
+        _show({"prompt": prompt, "completion": reply}, reply, as_json=arguments.json)
         return DONE
     say("Type a message; an empty line or Ctrl-D ends.")
     while True:
         try:
-            # Bytes that are not UTF-8 become question marks.
-            text = input("> ").strip().encode("utf-8", "replace").decode()
+            text = _as_utf8(input("> ").strip())
         except EOFError:
             return DONE
         if not text:

@@ -27,3 +27,7 @@ def test_it_wastes_little() -> None:
 def test_a_sample_longer_than_a_pack_is_refused() -> None:
     with pytest.raises(ValueError, match=r"sample 1 .* 9 .* 8\b"):
         best_fit([8, 9], 8)
+
+
+def test_room_that_no_sample_can_fill_takes_no_memory() -> None:
+    assert best_fit([3, 4, 5], 2**60) == [[0, 1, 2]]

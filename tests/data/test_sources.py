@@ -9,7 +9,7 @@ import pytest
 
 from surefoot.config import DatasetItem
 from surefoot.data.row_formats import FormatSpec
-from surefoot.data.sources import RowRange, find_sources
+from surefoot.data.sources import RowRange, find_sources, may_list
 from surefoot.errors import DataError
 from tests.support.data import write_jsonl
 
@@ -224,3 +224,27 @@ def test_a_repository_of_the_hub_becomes_files_through_datasets(
     found = find("someone/something")
     assert [path.suffix for path in found.files] == [".arrow"]
     assert found.names[0].startswith("someone/something/")
+
+
+@pytest.mark.parametrize(
+    ("source", "output", "is_listed"),
+    [
+        ("data", "data/run", True),
+        ("data", "data/a/b", True),
+        ("data/**/*.jsonl", "data/run", True),
+        ("data/*/*.jsonl", "data/run", True),
+        ("data", "run", False),
+        ("data", "data-run", False),
+        ("data/*.jsonl", "data/run", False),
+        ("data/a.jsonl", "data/run", False),
+        ("hub/name", "hub/name/run", False),
+    ],
+)
+def test_sources_that_would_include_files_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, output: str, is_listed: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.jsonl").touch()
+    assert may_list(source, Path(output)) == is_listed
+    assert may_list(str(tmp_path / source), Path(output)) == is_listed

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,15 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from surefoot import cli
-from surefoot.errors import ModelError
+from surefoot import cli, describe_data
+from surefoot.errors import ModelError, SurefootError
 from surefoot.models.build import build_model, load_config, load_tokenizer
 from surefoot.models.export import merge_adapter
 from surefoot.models.pretrained import meta_model
 from surefoot.models.resolve_model import weight_files
 from surefoot.training.export import load, load_adapter
 from tests.support.adapters import logits_of, save, trained_model
+from tests.support.data import write_jsonl
 from tests.support.processes import surefoot
 
 NESTED = '{"a":' * 100_000
@@ -157,6 +159,66 @@ def test_a_tokenizer_on_which_the_library_panics_is_refused(folder: Path) -> Non
     change(folder / "tokenizer.json", normalizer={"type": "Precompiled", "precompiled_charsmap": "AA=="})
     with pytest.raises(ModelError, match=r"tokenizer\.json.*Panic"):
         load_tokenizer(folder)
+
+
+def replaced(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [replaced({"String": "a"}, "aa")] * 40,
+        [replaced({"Regex": "b?"}, "b")] * 40,
+        [replaced({"Regex": "("}, "ab")] * 40,
+        [{"type": "ByteLevel"}] * 40,
+        [{"type": "Sequence", "normalizers": [replaced({"String": "a"}, "a" * 20)]}] * 2,
+    ],
+)
+@pytest.mark.parametrize("part", ["normalizer", "decoder"])
+def test_a_tokenizer_that_multiplies_texts_is_refused_before_it_is_read(
+    folder: Path, part: str, steps: list[dict[str, Any]]
+) -> None:
+    change(folder / "tokenizer.json", **{part: {"type": "Sequence", "normalizers": steps, "decoders": steps}})
+    with pytest.raises(ModelError, match=rf"tokenizer\.json: its {part}"):
+        load_tokenizer(folder)
+
+
+def test_replacements_of_ordinary_tokenizers_are_read(folder: Path) -> None:
+    steps = [
+        {"type": "Prepend", "prepend": "_"},
+        replaced({"String": " "}, "\u2581"),
+        replaced({"Regex": " {2,}"}, " "),
+        replaced({"String": "``"}, '"'),
+    ]
+    change(folder / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": steps})
+    assert load_tokenizer(folder)("one")["input_ids"]
+
+
+def test_a_tokenizer_that_cuts_texts_at_random_is_refused(folder: Path) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    change(folder / "tokenizer.json", model={**content["model"], "dropout": 0.1})
+    with pytest.raises(ModelError, match=r"tokenizer\.json: dropout=0\.1"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("how", ["panics", "raises", "has a token beyond all models"])
+def test_a_tokenizer_that_fails_where_it_is_used_is_refused(folder: Path, tmp_path: Path, how: str) -> None:
+    """The library reads these without an error."""
+    content = json.loads((folder / "tokenizer.json").read_text())
+    if how == "panics":
+        change(folder / "tokenizer.json", pre_tokenizer={"type": "FixedLength", "length": 0})
+    elif how == "raises":
+        change(folder / "tokenizer.json", model={"type": "WordLevel", "unk_token": "none", "vocab": {"a": 0}})
+    else:
+        model = {"type": "WordLevel", "unk_token": "?", "vocab": {"?": 2**32 - 1}}
+        change(folder / "tokenizer.json", model=model, added_tokens=content["added_tokens"])
+    assert cli.main(["chat", str(folder), "--prompt", "x", "--max-new-tokens", "2"]) == 2
+    for text in ("one two", "one <|im_end|> two"):  # the second is cut piece by piece
+        data = write_jsonl(tmp_path / "train.jsonl", [{"prompt": "Count", "completion": text}])
+        with suppress(SurefootError):
+            report = describe_data({"model": str(folder), "dataset": str(data), "output_dir": str(tmp_path / "run")})
+            assert report.refusal is not None
 
 
 def test_a_device_in_a_folder_is_not_copied(folder: Path) -> None:

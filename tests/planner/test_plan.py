@@ -333,6 +333,7 @@ def test_heads_that_do_not_divide_are_named_where_transformers_lets_them_pass(tm
         ({}, ["device=tpu"], "device=tpu: .* b200, h200"),
         ({}, ["device=h200", "price=much"], "price=much "),
         ({}, ["device=h200", "host_gib=inf"], "host_gib=inf "),
+        ({}, ["device=h200", "host_gib=1e308"], "host_gib=1e308 "),
         ({}, ["device=h200", "max_length=100000000"], "per_device_train_batch_size=.* 100000000 "),
         ({}, ["device=h200", "expert_parallel_size=2", "nproc_per_node=2"], "expert_parallel_size=2 .* 0 experts"),
         ({}, ["device=h200", "dp_replicate_size=3"], "dp_replicate_size=3 .* 1 ranks"),

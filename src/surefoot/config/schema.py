@@ -7,11 +7,12 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import date
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from surefoot.events import FORMER_PHASES, Phase
 
@@ -25,6 +26,12 @@ EPSILON = 1e-9
 def _current_phase(name: object) -> object:
     """Return the present name of a phase that older configs know by a former one."""
     return FORMER_PHASES.get(name, name) if isinstance(name, str) else name
+
+
+def _check_date(text: str) -> str:
+    """Return the text of a date. Raises: ValueError if there is no such day."""
+    date.fromisoformat(text)
+    return text
 
 
 class MayDiffer(Enum):
@@ -89,7 +96,7 @@ class DatasetItem(Item):
     """Configuration of a hub dataset."""
     split: str | None = None
     """A split by name, a range of rows, or both: `train`, `[:90%]`, `train[:1000]`."""
-    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    weight: float = Field(default=1.0, gt=0, le=1e4)
     """How often each row is used in an epoch: 2 is twice, 0.25 is another quarter of the rows in each epoch."""
     format: DatasetFormat = "auto"
     """Format of its rows; `auto` detects it from the columns, and stops if several formats fit."""
@@ -144,7 +151,9 @@ class RunConfig(BaseModel):
     """Jinja file to use instead of the tokenizer's own chat template."""
     chat_template_kwargs: dict[str, Any] = {}
     """Further variables of the chat template."""
-    chat_template_date: str = Field(default="2024-07-26", pattern=r"^\d{4}-\d\d-\d\d$")
+    chat_template_date: Annotated[str, AfterValidator(_check_date)] = Field(
+        default="2024-07-26", pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$"
+    )
     """Date that templates with today's date (Llama 3) show, so that a run is the same tomorrow."""
     enable_thinking: bool | None = None
     """Variable of Qwen3's chat template; false trains answers after an empty thought."""
@@ -163,9 +172,9 @@ class RunConfig(BaseModel):
 
     tuning: Literal["lora", "full"] = "lora"
     """`lora` trains low-rank adapters beside frozen weights; `full` trains every weight."""
-    lora_rank: int = Field(default=8, gt=0)
+    lora_rank: int = Field(default=8, gt=0, le=2**16)
     """Rank of the adapters."""
-    lora_alpha: float = Field(default=16.0, gt=0)
+    lora_alpha: float = Field(default=16.0, gt=0, le=1e6)
     """Adapters are scaled by alpha / rank (alpha / sqrt(rank) with `use_rslora`)."""
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the input of the adapters of linear layers; not available on experts."""
@@ -181,7 +190,7 @@ class RunConfig(BaseModel):
     router_aux_loss_coef: float = Field(default=0.0, ge=0)
     """Weight of the load-balancing loss: per MoE layer over the global batch, averaged over layers. 0 is off."""
 
-    max_length: int = Field(default=2048, gt=1)
+    max_length: int = Field(default=2048, gt=1, lt=2**31)
     """Longest sample, and the size of a pack, in tokens."""
     truncation: Literal["error", "drop", "left", "right"] = "error"
     """What to do with a sample longer than `max_length`: stop before training, drop it, or cut it on that side."""

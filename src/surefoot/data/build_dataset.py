@@ -16,7 +16,7 @@ from surefoot.data.images import ImageSettings
 from surefoot.data.prepare_pool import OnProgress, PrepareOptions
 from surefoot.data.render import TEXT_ONLY, RendererSource
 from surefoot.data.sample_selection import SampleOptions
-from surefoot.data.sources import Source, find_sources, is_of_hub
+from surefoot.data.sources import Source, find_sources, is_of_hub, may_list
 from surefoot.errors import ConfigError, DataError
 
 MAX_WORKERS = 16
@@ -95,9 +95,19 @@ def open_dataset(
 
 
 def sources_of(loaded: LoadedConfig, setting: Literal["dataset", "eval_dataset"]) -> list[Source]:
-    """Return the files of a dataset setting and how to read their rows. Hub datasets are fetched. Raises: DataError."""
+    """Return the files of a dataset setting and how to read their rows. Hub datasets are fetched.
+
+    Raises: DataError; ConfigError if files that the run writes would become rows.
+    """
     config = loaded.run
     items: list[DatasetItem] = getattr(config, setting)
+    for item in items:
+        if may_list(item.path, config.run_folder):
+            raise ConfigError(
+                f"output_dir={config.output_dir} is inside {setting} {item.path}, whose subfolders are searched: the "
+                "run's metrics.jsonl would be read as rows when it goes on. Give an output_dir elsewhere "
+                f"({loaded.where('output_dir', setting)})."
+            )
     resolved_items = [
         item.model_copy(
             update={

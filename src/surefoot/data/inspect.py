@@ -1,5 +1,6 @@
 """The report of `surefoot data`: counts, lengths, skipped rows, findings, and samples as they are trained."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -114,7 +115,7 @@ def report_on(dataset: Dataset, held_out: Dataset | None, *, show: int) -> DataR
         skipped=list(islice(dataset.skipped(), SKIPPED_SHOWN)),
         findings=data_findings(dataset, held_out),
         refusal=refusal,
-        samples=list(islice(_render_samples(dataset), show)),
+        samples=list(islice(_render_samples(dataset), min(show, sys.maxsize))),
         are_prompts=dataset.has_prompts,
     )
 

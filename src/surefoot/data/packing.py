@@ -17,6 +17,7 @@ def best_fit(lengths: Sequence[int], capacity: int, window: int = WINDOW_SAMPLES
     packs: list[list[int]] = []
     for begin in range(0, len(lengths), window):
         span = range(begin, min(begin + window, len(lengths)))
+        room_of_pack = min(capacity, sum(lengths[index] for index in span))  # more than that is never used
         window_packs: list[list[int]] = []
         with_room: defaultdict[int, list[int]] = defaultdict(list)  # free tokens -> packs
         rooms = 0  # bit n is set while some pack has n free tokens
@@ -30,7 +31,7 @@ def best_fit(lengths: Sequence[int], capacity: int, window: int = WINDOW_SAMPLES
                 pack = with_room[room].pop()
                 rooms ^= (not with_room[room]) << room
             else:
-                room, pack = capacity, len(window_packs)
+                room, pack = room_of_pack, len(window_packs)
                 window_packs.append([])
             window_packs[pack].append(index)
             with_room[room - length].append(pack)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property
@@ -88,13 +89,14 @@ class RendererSource:
             )
         if tokenizer.eos_token is None:
             raise DataError("the tokenizer names no end-of-sequence token, so completions could never end.")
-        backend = tokenizer.backend_tokenizer
-        if backend.truncation is not None or backend.padding is not None:
-            backend = Tokenizer.from_str(backend.to_str())
-            backend.no_truncation()
-            backend.no_padding()
-        content = backend.to_str().encode()
-        template = _build_template_source(tokenizer, kwargs, today, parse_special_tokens=parse_special_tokens)
+        with _tokenizer_faults():
+            backend = tokenizer.backend_tokenizer
+            if backend.truncation is not None or backend.padding is not None:
+                backend = Tokenizer.from_str(backend.to_str())
+                backend.no_truncation()
+                backend.no_padding()
+            content = backend.to_str().encode()
+            template = _build_template_source(tokenizer, kwargs, today, parse_special_tokens=parse_special_tokens)
         source = RendererSource(
             template, hashlib.sha256(content).hexdigest(), tokenizer.bos_token_id, images, no_vision_reason
         )
@@ -112,7 +114,10 @@ def answer_ends(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | 
     if tokenizer.chat_template is None:
         return frozenset()
     try:
-        source = _build_template_source(tokenizer, dict(kwargs or {}), date(2024, 7, 26), parse_special_tokens=False)
+        with _tokenizer_faults():
+            source = _build_template_source(
+                tokenizer, dict(kwargs or {}), date(2024, 7, 26), parse_special_tokens=False
+            )
         ends = ChatTemplate(source).ends
     except DataError:  # reported where conversations are trained or generated
         return frozenset()
@@ -140,7 +145,8 @@ def tokenize_prompts(
         ) from error
     finally:
         TEMPLATE_PROCESS.end()
-    prompts: list[list[int]] = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    with _tokenizer_faults():
+        prompts: list[list[int]] = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     if not all(prompts):
         raise ModelError(
             "the chat template renders nothing of this conversation, so there is nothing to answer. Correct the "
@@ -184,13 +190,32 @@ def _get_template(tokenizer: PreTrainedTokenizerBase, tools: list[Any] | None, t
     return TODAY.sub(lambda match: json.dumps(today.strftime(match["format"])), template)
 
 
+def _is_fault(error: BaseException) -> bool:
+    """Return whether the tokenizers library raised it: Exception itself, or a panic."""
+    return type(error) is Exception or is_panic(error)
+
+
+@contextmanager
+def _tokenizer_faults() -> Iterator[None]:
+    """Turn what the tokenizers library raises for an unusable tokenizer into a DataError."""
+    try:
+        yield
+    except BaseException as error:
+        if not _is_fault(error):
+            raise
+        raise DataError(
+            f"the model's tokenizer cannot be used: {str(error)[:200]}. Take the tokenizer.json of the model's release."
+        ) from error
+
+
 class Renderer:
     """A renderer and tokeniser of conversations, with one tokenizer and its chat template."""
 
     def __init__(self, source: RendererSource) -> None:
         self._source = source
         self.template = ChatTemplate(source.template)
-        self._tokenizer = Tokenizer.from_file(str(source.tokenizer_file))
+        with _tokenizer_faults():
+            self._tokenizer = Tokenizer.from_buffer(source.tokenizer_file.read_bytes())
 
     @cached_property
     def _plain_tokenizer(self) -> Tokenizer:
@@ -198,7 +223,8 @@ class Renderer:
         content = json.loads(self._source.tokenizer_file.read_text("utf-8"))
         for token in content["added_tokens"]:
             token["special"] = token["special"] or token["content"] in self._source.template.controls
-        tokenizer = Tokenizer.from_str(json.dumps(content))
+        with _tokenizer_faults():
+            tokenizer = Tokenizer.from_str(json.dumps(content))
         tokenizer.encode_special_tokens = True
         return tokenizer
 
@@ -209,10 +235,11 @@ class Renderer:
         pieces = [("one two", False)]
         for control in controls:
             pieces += [(control, True), ("three\n four", False), (control, True), (" five", False)]
-        expected = self._tokenizer.encode("".join(piece for piece, _ in pieces), add_special_tokens=False)
-        return [
-            token for piece, is_control in pieces for token in self._encode_piece(piece, is_control)[0]
-        ] == expected.ids
+        with _tokenizer_faults():
+            expected = self._tokenizer.encode("".join(piece for piece, _ in pieces), add_special_tokens=False)
+            return [
+                token for piece, is_control in pieces for token in self._encode_piece(piece, is_control)[0]
+            ] == expected.ids
 
     def render(self, conversation: Conversation, folder: Path = Path()) -> Text:
         """Return the text of a conversation, its trained spans and its images; `folder`: that of the row's file.
@@ -244,7 +271,8 @@ class Renderer:
                 ids, spans = encoding.ids, tuple(self._convert_span(encoding, span) for span in text.spans)
                 bounds = encoding.offsets if with_bounds else None
             elif self._can_tokenize_pieces:
-                ids, bounds = self._tokenize_pieces(text.pieces)
+                with _tokenizer_faults():
+                    ids, bounds = self._tokenize_pieces(text.pieces)
                 spans = tuple(_find_overlap(bounds, span) for span in text.spans)
             else:
                 yield BadRow(
@@ -254,20 +282,23 @@ class Renderer:
                 continue
             begins_twice = list(ids[:2]) == [self._source.bos_id] * 2
             flags = text.oddities | (Oddity.BEGINS_TWICE if begins_twice else 0)
-            rendered = Rendered(
-                np.asarray(ids, dtype=np.int32), spans, flags, bounds if with_bounds else None, text.images
-            )
+            try:
+                tokens = np.asarray(ids, dtype=np.int32)
+            except OverflowError:
+                yield BadRow(f"the tokenizer gives its text the token {max(ids)}, which no model has")
+                continue
+            rendered = Rendered(tokens, spans, flags, bounds if with_bounds else None, text.images)
             try:
                 yield self._expand_image_tokens(rendered)
             except BadRow as error:
                 yield error
 
     def _encode(self, texts: list[str]) -> list[Encoding | BadRow]:
-        """Encode texts. A text on which the tokenizer panics, as on catastrophic backtracking, is a bad row."""
+        """Encode texts. A text on which the tokenizer fails, as on catastrophic backtracking, is a bad row."""
         try:
             return list(self._tokenizer.encode_batch(texts, add_special_tokens=False))
         except BaseException as error:
-            if not is_panic(error):
+            if not _is_fault(error):
                 raise
             if len(texts) == 1:
                 return [BadRow(f"the tokenizer fails on its text: {str(error)[:200]}")]

@@ -99,6 +99,17 @@ def is_of_hub(item: DatasetItem) -> bool:
     return not is_local and HUB_ID.match(item.path) is not None
 
 
+def may_list(source: str, folder: Path) -> bool:
+    """Return whether a source, a folder or a pattern, includes files that would be written into `folder`."""
+    path = Path(source)
+    if not path.is_dir():
+        patterns = glob.has_magic(path.name) and glob.has_magic(str(path.parent))
+        if path.exists() or not patterns:
+            return False
+        path = Path(re.split(r"[*?[]", source)[0] + "_").parent
+    return folder.resolve().is_relative_to(path.resolve())
+
+
 def _find_local_files(text: str, split: str) -> tuple[Path, ...]:
     path = Path(text)
     if path.is_dir():

@@ -78,7 +78,7 @@ def drill(kinds: Sequence[str] = (), *, seeds: int = 1, overrides: Sequence[str]
     """
     unknown = [kind for kind in kinds if kind not in faults()]
     if unknown:
-        raise ConfigError(f"no such fault: {', '.join(unknown)}. There are: {', '.join(faults())}.")
+        raise ConfigError(f"no such fault: {', '.join(map(repr, unknown))}. There are: {', '.join(faults())}.")
     possible = [kind for kind in faults() if not FAULTS[kind].needs_limits or can_limit()]
     beyond = [kind for kind in kinds if kind not in possible]
     if beyond:

@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import surefoot
@@ -31,6 +32,11 @@ def run_verb(verb: Callable[[], int]) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     logging.captureWarnings(True)
     logging.getLogger("py.warnings").setLevel(logging.ERROR)
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        say("error: the current folder does not exist any more. Change to one that does, then try again.")
+        return InputError.exit_status
     try:
         return verb()
     except SurefootError as error:

@@ -17,6 +17,7 @@ UNSET = chr(PRIVATE_USE + 0x100)
 """Replacement for the `$` of a value the script does not give: an unset variable, or the output of a program."""
 ARRAY = chr(PRIVATE_USE + 0x101)
 ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
+MAX_COMMAND_CHARACTERS = 1 << 18
 MAX_VARIABLE_CHARACTERS = 1 << 16
 """Maximum length of a variable, because a script can double one repeatedly."""
 DECLARATIONS = frozenset({"export", "local", "declare", "readonly", "typeset"})
@@ -67,7 +68,7 @@ def parse_commands(text: str, inherited: Mapping[str, str] | None = None) -> Ite
             separator = piece
             continue
         used_names: set[str] = set()
-        words = shlex.split(_fill_in_variables(piece, variables, used_names))
+        words = _split_words(_fill_in_variables(piece, variables, used_names))
         while words and (words[0] in PREFIXES or words[0] in BLOCK_OPENERS | BLOCK_CLOSERS):
             depth += (words[0] in BLOCK_OPENERS) - (words[0] in BLOCK_CLOSERS)
             words = words[1:] if words[0] in PREFIXES | BLOCK_CLOSERS else []
@@ -289,6 +290,13 @@ def _evaluate_arithmetic(substitution: "re.Match[str]") -> str:
     return f"{results[operator]}{_hide_text(text[match.end() :])}"
 
 
+def _split_words(text: str) -> list[str]:
+    """Return the words of a command. Raises: ValueError for an overlong one: shlex takes quadratic time."""
+    if len(text) > MAX_COMMAND_CHARACTERS:
+        raise ValueError(f"a command of more than {MAX_COMMAND_CHARACTERS} characters")
+    return shlex.split(text)
+
+
 def _check_length(value: "str | list[str]") -> "str | list[str]":
     """Return the value of a variable. Raises: ValueError if it is longer than MAX_VARIABLE_CHARACTERS."""
     if sum(map(len, value)) > MAX_VARIABLE_CHARACTERS:
@@ -301,7 +309,7 @@ def _parse_assignment(match: "re.Match[str]", variables: dict[str, str | list[st
     previous = variables.get(name)
     if value.startswith(ARRAY):
         contents = _fill_in_variables(_hide_quoted_text(_unhide_text(value[1:])), variables, set())
-        words = [_mark_unset(word) for word in shlex.split(contents)]
+        words = [_mark_unset(word) for word in _split_words(contents)]
         return [*previous, *words] if is_added and isinstance(previous, list) else words
     text = _mark_unset(value)
     return previous + text if is_added and isinstance(previous, str) else text

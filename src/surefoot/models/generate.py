@@ -7,7 +7,11 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from surefoot.errors import InputError
+from surefoot.models.resolve_model import longest_context
 from surefoot.models.vision import attention
+
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-3, 1e3
+"""Bounds within which logits divided by the temperature stay finite and distinct in every precision."""
 
 
 @contextmanager
@@ -33,12 +37,30 @@ def complete(
 ) -> list[str]:
     """Return the text that follows each prompt, without its end-of-turn token. Temperature 0 is greedy.
 
-    `prompts`: token ids from `data.render.tokenize_prompts`. Raises: InputError for impossible settings.
+    `prompts`: token ids from `data.render.tokenize_prompts`. An answer ends where the model's context does.
+    Raises: InputError for impossible settings, or a prompt that leaves no room for an answer.
     """
-    if max_new_tokens < 1 or temperature < 0:
+    if max_new_tokens < 1 or not (temperature == 0 or LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE):
         raise InputError(
-            f"max_new_tokens={max_new_tokens}, temperature={temperature}: need at least 1, and not below 0."
+            f"max_new_tokens={max_new_tokens}, temperature={temperature}: need at least 1, and 0 (greedy) or "
+            f"{LEAST_TEMPERATURE} to {MOST_TEMPERATURE:.0f}."
         )
+    num_embeddings = model.get_input_embeddings().weight.shape[0]
+    largest = max((max(prompt) for prompt in prompts), default=0)
+    if largest >= num_embeddings:
+        raise InputError(
+            f"the tokenizer gives the prompt the token {largest}, and the model has {num_embeddings}. They are not of "
+            "the same release."
+        )
+    context = longest_context(model.config.get_text_config().to_dict())
+    if context is not None:
+        longest = max(map(len, prompts), default=0)
+        if longest >= context:
+            raise InputError(
+                f"the prompt has {longest} tokens, and the model sees {context} with its answer. Shorten the prompt, "
+                "or begin a new conversation."
+            )
+        max_new_tokens = min(max_new_tokens, context - longest)
     ends = sorted(end_tokens(model, tokenizer))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(ends), 0)
     settings = GenerationConfig(

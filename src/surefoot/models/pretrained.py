@@ -31,6 +31,7 @@ from transformers.models.auto.modeling_auto import (
 from surefoot.config.documents import read_text, shorten
 from surefoot.errors import ModelError, is_panic
 from surefoot.models.resolve_model import read_json_object, weight_files
+from surefoot.models.tokenizer_file import check_tokenizer_file
 
 MOST_LAYERS, MOST_EXPERTS, MOST_SIZE = 1000, 100_000, 2**31 - 1
 """Upper bounds of numbers in config.json: creating more modules would take minutes, or overflow."""
@@ -185,6 +186,7 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> PreTrained
     """
     if (folder / "config.json").is_file():  # transformers reads it here, too
         load_config(folder)
+    check_tokenizer_file(folder)
     settings = folder / "tokenizer_config.json"
     content = read_json_object(settings) if settings.is_file() else {}
     try:

@@ -1,6 +1,5 @@
 """The command `surefoot plan`: forecast, findings and settings that fit, from a config and the name of a device."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from surefoot.planner.forecast import Forecast, forecast
 from surefoot.planner.suggest import SettingChanges, format_settings, suggest
 from surefoot.planner.text import format_forecast, list_findings
 
+MOST_NUMBER = 1e12
 RUN_DEVICES = ("auto", "cpu", "cuda")
 """Values of `device` that a run accepts too."""
 
@@ -105,9 +105,10 @@ def _parse_number(plan_options: dict[str, str], name: str) -> float:
         value = float(plan_options.get(name, "0"))
     except ValueError:
         value = -1.0
-    if not (math.isfinite(value) and value >= 0):
+    if not 0 <= value < MOST_NUMBER:
         raise ConfigError(
-            f"{name}={plan_options[name]} is not a number from 0 on (command line). Leave it out, or write {name}=2.5."
+            f"{name}={plan_options[name]} is not a number from 0 to {MOST_NUMBER:.0e} (command line). Leave it out, "
+            f"or write {name}=2.5."
         )
     return value
 

@@ -193,7 +193,7 @@ def _is_read_error(error: OSError, target: Path, temporary: Path) -> bool:
 
 def storage_error(path: Path, error: OSError) -> StorageError:
     """Return the system's refusal to write `path`, with the free space of its file system if that can be queried."""
-    place = "folder for the cache with SUREFOOT_CACHE" if path.is_relative_to(cache_folder()) else "output_dir"
+    place = "folder for the cache with SUREFOOT_CACHE" if path.is_relative_to(cache_folder()) else "folder"
     advice = "Free space or choose" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Choose"
     free_space = ""
     with suppress(OSError):  # a mount that has disappeared cannot be queried

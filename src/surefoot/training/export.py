@@ -15,6 +15,7 @@ from surefoot.models.dtensor_blocks import load_full
 from surefoot.models.export import in_layers, merge_adapter, name_ends, read_untrained, write_model
 from surefoot.models.generate import end_tokens
 from surefoot.models.lora import LoraSettings, adaptable_names, lora_settings, tower_names
+from surefoot.models.pretrained import check_weights_fill
 from surefoot.models.resolve_model import local_path, resolve_model
 from surefoot.models.vision import attention_of
 from surefoot.system.atomic_io import new_folder
@@ -75,6 +76,10 @@ def export(run: Path, target: Path, *, merge: bool, step: int | None) -> Path:
 
 def _merge_or_copy(finished: Path, target: Path, merge: bool) -> Path:
     if not merge:
+        if (finished / CONFIG).is_file():
+            load_adapter_files(finished)  # a damaged one is not passed on
+        else:
+            check_weights_fill(finished)
         with new_folder(target) as folder:
             shutil.copytree(finished, folder, dirs_exist_ok=True, ignore=_list_special_files)
         return target

@@ -19,16 +19,23 @@ from surefoot.system.atomic_io import delete, make_folder, repair_folder, storag
 from surefoot.system.json_files import DamagedFile, read_object
 from surefoot.training.checkpoint import find_newest, list_checkpoints, remove_leftovers, step_of, verify
 from surefoot.training.manifest import read_manifest, wrong_size
-from surefoot.training.run_summary import FINDINGS, METRICS, drop_findings_before
-
-OWN_ENTRIES = (
-    "run.yaml environment.json metrics.jsonl completions.jsonl eval_completions.jsonl summary.json findings.jsonl "
-    "events evidence checkpoints adapter model engine tensorboard report.html"
-).split()
-"""Files that a run writes into its folder."""
+from surefoot.training.run_summary import (
+    COMPLETIONS,
+    EVAL_COMPLETIONS,
+    FINDINGS,
+    METRICS,
+    SUMMARY,
+    drop_findings_before,
+)
 
 ENVIRONMENT = "environment.json"
 LOCK = ".lock"
+OWN_FILES = (
+    LOCK, "run.yaml", ENVIRONMENT, METRICS, COMPLETIONS, EVAL_COMPLETIONS, SUMMARY, FINDINGS, "report.html",
+)  # fmt: skip
+"""Files that a run writes into its folder."""
+OWN_ENTRIES = (*OWN_FILES[1:], "events", "evidence", "checkpoints", "adapter", "model", "engine", "tensorboard")
+"""Files and folders that a run writes into its folder."""
 SHARED_WITHIN_S = 60.0
 """Seconds that a network file system may take to show a new file on another machine."""
 
@@ -61,8 +68,14 @@ def check_folder(loaded: LoadedConfig) -> None:
     folder = loaded.run.run_folder.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir():
-        what = "is a file" if existing == folder else f"{existing} is a file"
-        raise ConfigError(f"output_dir={loaded.run.run_folder} {what} ({loaded.where('output_dir')}).")
+        what = " is a file" if existing == folder else f": {existing} is a file"
+        raise ConfigError(f"output_dir={loaded.run.run_folder}{what} ({loaded.where('output_dir')}).")
+    odd = sorted(name for name in OWN_FILES if (folder / name).exists() and not (folder / name).is_file())
+    if existing == folder and odd:  # opening a pipe would wait for its other end
+        raise ConfigError(
+            f"output_dir={loaded.run.run_folder}: {', '.join(odd)} must be a file, not a folder, a pipe or a device. "
+            f"Remove it, or give another folder ({loaded.where('output_dir')})."
+        )
     if existing == folder and not _is_run_folder(folder):
         strangers = sorted(p.name for p in folder.iterdir() if p.name not in LEFT_BY_FAILURE and p.name[0] != ".")
         if strangers:
@@ -356,6 +369,8 @@ def read_saved_config(path: Path) -> dict[str, Any]:
 
     Raises: ValueError for a file that cannot be read or that no run wrote.
     """
+    if path.exists() and not path.is_file():  # opening a pipe would wait for its other end
+        raise ValueError(f"{path} is unreadable (it is not a file)")
     try:
         saved = parse_yaml(read_text(path), path.name)
     except ConfigError as error:

@@ -88,7 +88,7 @@ def _build_view(run_folder: Path, explanation: Explanation, entries: Sequence[En
 def _read_last_metrics(path: Path) -> dict[str, Any]:
     """Return the newest complete line of a step; empty if there is none."""
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = path.read_bytes().split(b"\n") if path.is_file() else []
     except OSError:
         return {}
     for text in reversed(lines):
