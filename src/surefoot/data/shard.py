@@ -19,6 +19,7 @@ from safetensors.numpy import save
 from surefoot.data.images import BadImage, Image, has_changed, image_of, stamp_now
 from surefoot.data.render import Rendered
 from surefoot.system.atomic_io import write_bytes
+from surefoot.system.safetensors_header import read_header
 
 
 @dataclass(frozen=True)
@@ -105,17 +106,13 @@ class Shard:
     """[S]: images of each sample."""
 
     def __init__(self, path: Path) -> None:
-        with open(path, "rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(header_bytes))
-        self._metadata: Mapping[str, str] = header.pop("__metadata__")
-        data = (
-            np.memmap(path, np.uint8, "r", offset=8 + header_bytes) if path.stat().st_size > 8 + header_bytes else b""
-        )
+        header = read_header(path)
+        self._metadata: Mapping[str, str] = header.metadata
+        has_data = path.stat().st_size > header.num_bytes
+        data = np.memmap(path, np.uint8, "r", offset=header.num_bytes) if has_data else b""
         types = {"I32": np.int32, "I64": np.int64, "F32": np.float32, "U64": np.uint64, "U8": np.uint8}
-        for name, entry in header.items():
-            begin, end = entry["data_offsets"]
-            array = np.frombuffer(data[begin:end], types[entry["dtype"]]).reshape(entry["shape"])
+        for name, stored in header.tensors.items():
+            array = np.frombuffer(data[stored.begin : stored.end], types[stored.dtype]).reshape(stored.shape)
             setattr(self, name, array)
 
     def __len__(self) -> int:

@@ -35,6 +35,7 @@ from surefoot.models.resolve_model import weight_files
 from surefoot.models.safetensors_writer import INDEX, split_into_files, tensor_file
 from surefoot.models.vision import vision_names
 from surefoot.system.atomic_io import new_folder, write_json
+from surefoot.system.safetensors_header import read_header
 
 LAYER = re.compile(r"^.*\.layers\.\d+(?=\.)")
 PROCESSOR_FILES = (
@@ -252,13 +253,12 @@ def _build_place_lookup(base: Path) -> Place:
 
 def _merge_file(source: Path, target: Path, merger: _Merger, find_place: Place) -> None:
     """Copy one safetensors file, merging tensor by tensor. The header (names, types, offsets) is unchanged."""
+    header = read_header(source)
     with open(source, "rb") as file:
-        size = file.read(8)
-        header = file.read(int.from_bytes(size, "little"))
-    entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+        header_as_stored = file.read(header.num_bytes)
     with open(target, "wb") as out, safe_open(source, framework="pt") as tensors:
-        out.write(size + header)
-        for name in sorted(entries, key=lambda n: entries[n]["data_offsets"][0]):
+        out.write(header_as_stored)
+        for name in sorted(header.tensors, key=lambda n: header.tensors[n].begin):
             value: Tensor = tensors.get_tensor(name)
             parameter, expert, piece = find_place(name)
             rows = slice(None) if expert is None else slice(piece * value.shape[0], (piece + 1) * value.shape[0])

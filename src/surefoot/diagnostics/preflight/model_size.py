@@ -1,15 +1,12 @@
 """Size of a model, from the headers of its files. Reads no weights and imports no torch."""
 
-import json
-import struct
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from pathlib import Path
 
 from surefoot.models.resolve_model import weight_files
-
-MOST_HEADER_BYTES = 100 << 20
+from surefoot.system.safetensors_header import read_header
 
 
 @dataclass(frozen=True)
@@ -60,29 +57,9 @@ def _read_weights(files: tuple[tuple[Path, int, int], ...]) -> Weights:
     parameters = total_bytes = 0
     dense = []
     for path, _, _ in files:
-        for name, shape, begin, end in read_header(path):
-            parameters += prod(shape)
-            total_bytes += end - begin
+        for name, tensor in read_header(path).tensors.items():
+            parameters += prod(tensor.shape)
+            total_bytes += tensor.end - tensor.begin
             if "expert" not in name:
-                dense.append((shape[0] if shape else 1, prod(shape[1:])))
+                dense.append((tensor.shape[0] if tensor.shape else 1, prod(tensor.shape[1:])))
     return Weights(parameters, total_bytes, tuple(dense))
-
-
-def read_header(path: Path) -> list[tuple[str, list[int], int, int]]:
-    """Return (name, shape, begin, end) of each tensor, in bytes of the data.
-
-    Raises: ValueError for a file that is not a complete safetensors file.
-    """
-    try:
-        with open(path, "rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            entries = json.loads(file.read(min(length, MOST_HEADER_BYTES)))
-        entries.pop("__metadata__", None)
-        tensors = [(name, entry["shape"], *entry["data_offsets"]) for name, entry in entries.items()]
-        missing = 8 + length + max((end for *_, end in tensors), default=0) - path.stat().st_size
-        prod(number for _, shape, *_ in tensors for number in shape)  # raises unless all are numbers
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
-    if missing > 0:
-        raise ValueError(f"{path} ends {missing} bytes too early")
-    return tensors

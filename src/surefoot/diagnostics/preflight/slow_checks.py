@@ -12,11 +12,11 @@ import psutil
 
 from surefoot.config import RolloutConfig, RunConfig, changed_fields, vllm_settings
 from surefoot.diagnostics.preflight.check import CheckContext, NotApplicable, Result, fail, ok
-from surefoot.diagnostics.preflight.model_size import read_header
 from surefoot.errors import CheckpointError, SurefootError
 from surefoot.models.resolve_model import folder_here
 from surefoot.system.json_files import DamagedFile
 from surefoot.system.machine_snapshot import SET_BY_A_RUN
+from surefoot.system.safetensors_header import read_header
 from surefoot.training.manifest import read_manifest
 
 MACHINE_PREFIXES = ("NCCL_", "GLOO_", "CUDA_", "OMP_", "PYTORCH_", "TORCH_")
