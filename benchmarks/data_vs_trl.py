@@ -179,14 +179,14 @@ def measure_order(folder: Path, data: Path, sample: int) -> dict[str, float]:
     dataset.preparation.run()
     order = order_of(False)
     step = order.step(position)
-    first = list(micro_batches(step.rows, dataset, 4))
+    first = list(micro_batches(step.sequences, dataset, 4))
     resume_s = time.perf_counter() - began
     assert first
 
     began, tokens = time.perf_counter(), 0
     for _ in range(500):
-        step = order.step(step.next)
-        tokens += sum(batch.num_tokens for batch in micro_batches(step.rows, dataset, 4))
+        step = order.step(step.next_position)
+        tokens += sum(batch.num_tokens for batch in micro_batches(step.sequences, dataset, 4))
     tokens_per_second = tokens / (time.perf_counter() - began)
 
     packs = order_of(True)._sequences_of(0, 0)

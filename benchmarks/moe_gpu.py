@@ -111,14 +111,14 @@ def ours(folder: Path, adapter: Path, length: int) -> dict[str, Any]:
         shapes = {name: parameter.shape for name, parameter in parameters.items()}
         write_adapter(adapter, shapes, parameters.items(), LORA, "random", adaptable_names(built.model))
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-4, weight_decay=0.0, fused=True)
-    learner = TrainContext(built.model, parameters, optimizer, SftObjective(built, 0.0), SINGLE_PROCESS, device())
+    train_context = TrainContext(built.model, parameters, optimizer, SftObjective(built, 0.0), SINGLE_PROCESS, device())
     vocab_size = built.model.config.vocab_size
 
     def step(packs: list[MicroBatch]) -> float:
         tokens, trained, weight = counts_of(packs)
         totals = BatchTotals(round(tokens), round(trained), weight)
         on_device = [pack.to(device()) for pack in packs]
-        return train_step(on_device, totals, learner, learning_rate=1e-4, max_grad_norm=1.0).loss
+        return train_step(on_device, totals, train_context, learning_rate=1e-4, max_grad_norm=1.0).loss
 
     return timed(step, batches(length, vocab_size, PACKS_PER_STEP * STEPS))
 

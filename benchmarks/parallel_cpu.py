@@ -94,7 +94,9 @@ def rank_steps(folder: Path, tuning: str) -> dict[str, list[float]]:
         ours = build_model(folder, sharding=sharding, **options)
         parameters = trainable_parameters(ours.model)
         objective = SftObjective(ours, 0.0, ranks)
-        learner = TrainContext(ours.model, parameters, build_optimizer(parameters, settings), objective, ranks, device)
+        train_context = TrainContext(
+            ours.model, parameters, build_optimizer(parameters, settings), objective, ranks, device
+        )
 
         plain = build_model(folder, **options)
         keep_freed_memory()
@@ -123,7 +125,7 @@ def rank_steps(folder: Path, tuning: str) -> dict[str, list[float]]:
         def our_step(batch: Any) -> float:
             tokens, trained, weight = ranks.sum(counts_of([batch]))
             totals = BatchTotals(round(tokens), round(trained), weight)
-            return train_step([batch], totals, learner, learning_rate=1e-4, max_grad_norm=1.0).loss
+            return train_step([batch], totals, train_context, learning_rate=1e-4, max_grad_norm=1.0).loss
 
         seconds: dict[str, list[float]] = {"ddp": [], "zero2": []}
         for batch in batches(STEPS, ranks.rank):

@@ -3,7 +3,7 @@
 The trainer emits events; observers receive them, return nothing, hold no trainer and change no number.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -312,6 +312,10 @@ Event = (
     | FindingMade
     | RunEnded
 )
+
+
+Emit = Callable[[Event], None]
+"""Function that gives an event to all observers."""
 
 
 class Observer(Protocol):

@@ -51,7 +51,7 @@ def steps(made: GlobalOrder, count: int, position: Position | None = None) -> li
     found = []
     for _ in range(count):
         found.append(made.step(position or Position()))
-        position = found[-1].next
+        position = found[-1].next_position
     return found
 
 
@@ -59,8 +59,8 @@ def epoch_of(made: GlobalOrder, epoch: int) -> list[SampleKey]:
     found, position = [], Position(epoch)
     while position.epoch == epoch:
         step = made.step(position)
-        found += [key for row in step.rows for key in row]
-        position = step.next
+        found += [key for sequence in step.sequences for key in sequence]
+        position = step.next_position
     return found
 
 
@@ -85,12 +85,12 @@ def test_any_position_can_be_asked_for_first(
     monkeypatch.setattr(sampler, "WINDOW_ROWS", window_rows)
     walked = steps(order(pack_length=pack_length), 9)
     for before, after in pairwise(walked):
-        assert order(pack_length=pack_length).step(before.next) == after
+        assert order(pack_length=pack_length).step(before.next_position) == after
 
 
 def test_a_step_never_spans_two_epochs_and_epochs_are_counted() -> None:
     walked = steps(order(), 7)
-    assert [len(step.rows) for step in walked] == [4, 4, 2, 4, 4, 2, 4]
+    assert [len(step.sequences) for step in walked] == [4, 4, 2, 4, 4, 2, 4]
     assert [round(step.epoch, 2) for step in walked] == [0.4, 0.8, 1, 1.4, 1.8, 2, 2.4]
     assert [order().steps_in(epochs) for epochs in (1, 2, 0.5, 0.01, 2.4)] == [3, 6, 2, 1, 8]
     assert order(Chunks([1] * 10), sequences_per_step=1, shuffle=False).steps_in(1.1) == 11
@@ -132,6 +132,8 @@ def test_packs_never_exceed_their_length_and_waste_little() -> None:
     rng = np.random.default_rng(0)
     lengths = np.minimum(rng.lognormal(4.5, 0.8, 5000).astype(int) + 10, 2048).tolist()
     made = order(Chunks(lengths, rows=1000), pack_length=2048)
-    sizes = [sum(lengths[chunk * 1000 + row] for chunk, row in pack) for step in steps(made, 40) for pack in step.rows]
+    sizes = [
+        sum(lengths[chunk * 1000 + row] for chunk, row in pack) for step in steps(made, 40) for pack in step.sequences
+    ]
     assert max(sizes) <= 2048
     assert 1 - sum(sizes) / (len(sizes) * 2048) < 0.02

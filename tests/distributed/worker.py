@@ -28,12 +28,12 @@ def reshard(settings: dict[str, Any], target: str, ranks: World) -> None:
     resume = Resume(Path(settings["resume_from_checkpoint"]), [])
     if ranks.is_first:
         Path(target).mkdir(parents=True)
-    with ExitStack() as undo:
+    with ExitStack() as cleanup:
         run = _Run(loaded, resume, ranks, lambda _: None, Phases(lambda _: None, ranks.rank))
-        assembled = _assemble(run, _open(run), undo, lambda: False)
-    learner = assembled.job.learner
+        assembled = _assemble(run, _open(run), cleanup, lambda: False)
+    train_context = assembled.loop.train_context
     saver = Saver(Path(target), {}, None, ranks)
-    saver.save(learner.parameters, learner.optimizer, assembled.state)
+    saver.save(train_context.parameters, train_context.optimizer, assembled.state)
     saver.wait()
 
 

@@ -46,6 +46,8 @@ class MarginObjective(Objective):
         self._logprobs = TokenLogprobs(built.model, 1.0)
         self.labels: dict[str, int] = {}
         """Place of a sample of the step -> its label."""
+        self.num_samples = 1
+        """Samples of the global batch; one may be in it twice."""
 
     def loss(self, batch: MicroBatch, totals: BatchTotals) -> LossTerms:  # noqa: ARG002
         """Return this micro-batch's share."""
@@ -60,7 +62,7 @@ class MarginObjective(Objective):
         labels = torch.tensor(labels_here, device=device)
         counts = logprobs.new_zeros(len(ends)).index_add(0, sample, torch.ones_like(logprobs))
         means = sums / counts.clamp(min=1)
-        return LossTerms((self._margin - labels * (means + self._margin)).clamp(min=0).sum() / max(len(self.labels), 1))
+        return LossTerms((self._margin - labels * (means + self._margin)).clamp(min=0).sum() / self.num_samples)
 
 
 class Margin(Method):
@@ -77,18 +79,19 @@ class Margin(Method):
         assert isinstance(config, MarginConfig)
         return MarginObjective(built, config)
 
-    def load(self, config: RunConfig, learner: TrainContext) -> None:  # noqa: ARG002
+    def load(self, config: RunConfig, train_context: TrainContext) -> None:  # noqa: ARG002
         """Receive the objective."""
-        assert isinstance(learner.objective, MarginObjective)
-        self._objective = learner.objective
+        assert isinstance(train_context.objective, MarginObjective)
+        self._objective = train_context.objective
 
     def batches(self, position: Position, step: int, epoch: float) -> tuple[StepBatch, list[MicroBatch]]:  # noqa: ARG002
         """Return samples in the order of the data, and tell the objective their labels. Raises: DataError."""
         with self.context.phase("data_wait"):
             batch, micro_batches = self.context.data.batches(position)
         train, column = self.context.data.train, self._settings.label_column
-        self._objective.labels = {}
-        for key in (key for row in batch.rows for key in row):
+        keys = [key for sequence in batch.sequences for key in sequence]
+        self._objective.labels, self._objective.num_samples = {}, len(keys)
+        for key in keys:
             label, place = train.columns(*key).get(column), train.sample(*key).place
             if label not in (1, -1):
                 raise DataError(f"{place}: {column} is {label!r}, not 1 or -1.")

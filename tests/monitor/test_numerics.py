@@ -111,7 +111,7 @@ def test_use_of_experts_is_added_up_over_many_steps() -> None:
 
 
 def test_what_ranks_that_share_experts_get_is_told_also_where_routers_are_frozen() -> None:
-    use = ExpertLoadCounter(0, trains_routers=False, shared_out=2)
+    use = ExpertLoadCounter(0, trains_routers=False, expert_parallel_size=2)
     said = [
         one for step in range(1, STEPS + 1) for one in use.add(step, torch.tensor([[8, 4, 2, 2], [1, 3, 4, 8]]), 16)
     ]

@@ -40,7 +40,9 @@ def ahead(grpo: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Callable[...
     def settings(engine: type[LocalEngine] = EagerEngine, **changes: Any) -> dict[str, Any]:
         monkeypatch.setattr(method, "open_server", lambda *_: Server("http://127.0.0.1:9"))
         monkeypatch.setattr(
-            setup, "_build_vllm_engine", lambda _, context, learner, *__: engine(learner.model, context.tokenizer)
+            setup,
+            "_build_vllm_engine",
+            lambda _, context, train_context, *__: engine(train_context.model, context.tokenizer),
         )
         return {**grpo, "rollout_engine": "vllm", "max_staleness": 1, **changes}
 

@@ -47,10 +47,10 @@ def step(weight: nn.Parameter, batches: list[MicroBatch], **changes: float) -> t
         *(sum(getattr(b, name) for b in batches) for name in ("num_tokens", "num_trained", "trained_weight"))
     )
     no_model: Any = None  # a step works through the objective
-    learner = TrainContext(
+    train_context = TrainContext(
         no_model, {"weight": weight}, optimizer, Quadratic(weight), SINGLE_PROCESS, torch.device("cpu")
     )
-    result = train_step(batches, totals, learner, **options)
+    result = train_step(batches, totals, train_context, **options)
     return result.loss, result.grad_norm
 
 

@@ -1,4 +1,4 @@
-"""What a learner holds while it computes, and what it copies to be saved."""
+"""What a train_context holds while it computes, and what it copies to be saved."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,25 +15,25 @@ from surefoot.methods.base import BatchTotals, TrainContext
 from surefoot.models.build import build_model
 from surefoot.planner.trace import _LiveTensors
 from surefoot.training.async_checkpoint import Saver
-from surefoot.training.train_setup import build_learner
+from surefoot.training.train_setup import build_train_context
 from tests.support.batches import batch
 
 
-def learner_of(settings: dict[str, Any], **changes: Any) -> TrainContext:
+def train_context_of(settings: dict[str, Any], **changes: Any) -> TrainContext:
     run = resolve(load_config(None, [], {**settings, "tuning": "full", "lora_rank": 8, **changes}), 1).run
-    return build_learner(run, Path(settings["model"]), SINGLE_PROCESS, torch.device("cpu"), None)
+    return build_train_context(run, Path(settings["model"]), SINGLE_PROCESS, torch.device("cpu"), None)
 
 
 @pytest.mark.parametrize("is_checkpointed", [True, False])
 def test_checkpointed_layers_leave_no_copy_of_their_weights(settings: dict[str, Any], is_checkpointed: bool) -> None:
     """Without checkpointing autograd keeps what it multiplied with; with it nothing may."""
-    learner = learner_of(settings, dtype="bfloat16", gradient_checkpointing=is_checkpointed)
-    weights = [layer.self_attn.q_proj.weight for layer in learner.model.get_decoder().layers]
+    train_context = train_context_of(settings, dtype="bfloat16", gradient_checkpointing=is_checkpointed)
+    weights = [layer.self_attn.q_proj.weight for layer in train_context.model.get_decoder().layers]
     copied = _Copies(weights)
     rows = batch()
     totals = BatchTotals(rows.num_tokens, rows.num_trained, float(rows.num_trained))
-    with learner.forward_context(), copied:
-        loss = learner.objective.loss(rows, totals).total
+    with train_context.forward_context(), copied:
+        loss = train_context.objective.loss(rows, totals).total
         alive = copied.alive()
     assert loss.requires_grad
     assert alive == (0 if is_checkpointed else len(weights))
@@ -64,7 +64,7 @@ class _Copies(_LiveTensors):
 
 def test_a_rollout_keeps_its_copies_from_token_to_token(settings: dict[str, Any]) -> None:
     for stage, keeps in ((2, True), (3, False)):  # with ZeRO 3 they would be the whole model on each rank
-        with learner_of(settings, dtype="bfloat16", zero_stage=stage).rollout_context():
+        with train_context_of(settings, dtype="bfloat16", zero_stage=stage).rollout_context():
             assert torch.is_autocast_enabled("cpu")
             assert torch.is_autocast_cache_enabled() == keeps
 

@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from surefoot.events import FORMER_PHASES, Phase
 
 DatasetFormat = Literal["auto", "messages", "sharegpt", "alpaca", "query_response", "prompt_completion", "text"]
+LearningRateSchedule = Literal["linear", "cosine", "constant", "wsd"]
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 T = TypeVar("T")
 EPSILON = 1e-9
@@ -207,7 +208,7 @@ class RunConfig(BaseModel):
     """Micro-batches per step and rank, as an alternative to `global_batch_size`."""
     learning_rate: float = Field(default=1e-4, ge=0)
     """Peak learning rate."""
-    lr_scheduler_type: Literal["linear", "cosine", "constant", "wsd"] = "cosine"
+    lr_scheduler_type: LearningRateSchedule = "cosine"
     """Schedule after warm-up. `wsd` (warmup-stable-decay): constant, then linear to `min_lr_ratio` of the peak over the
     last `decay_ratio` of the run."""
     warmup_steps: int | None = Field(default=None, ge=0)

@@ -58,15 +58,15 @@ SampleKey = tuple[int, int]
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The rows of one optimizer step, over all ranks."""
+    """The global batch of one optimizer step, as places in the data."""
 
     epoch: float
     """Epochs completed when this step is done, as a fraction."""
-    rows: list[list[SampleKey]]
-    """Samples per sequence: one each, or several when packing."""
-    next: Position
+    sequences: list[list[SampleKey]]
+    """Samples of each sequence: one, or several when packing."""
+    next_position: Position
     """Position of the next step."""
-    about: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the batch source, by name."""
 
 
@@ -99,23 +99,23 @@ class GlobalOrder:
         """
         self._find_windows(position)
         epoch, window, used = position.epoch, position.window, position.used
-        rows: list[list[SampleKey]] = []
+        chosen: list[list[SampleKey]] = []
         num_sequences = count or self._per_step
-        while len(rows) < num_sequences:
+        while len(chosen) < num_sequences:
             sequences = self._sequences_of(epoch, window)
-            taken = sequences[used : used + num_sequences - len(rows)]
-            rows += taken
+            taken = sequences[used : used + num_sequences - len(chosen)]
+            chosen += taken
             used += len(taken)
             if used < len(sequences):
                 break
             window, used = window + 1, 0
             if window == len(self._windows_of(epoch)):
-                if rows:
-                    return StepBatch(epoch + 1.0, rows, Position(epoch + 1))
+                if chosen:
+                    return StepBatch(epoch + 1.0, chosen, Position(epoch + 1))
                 if epoch > position.epoch:
                     raise DataError("no sample is left to train on: see the skipped rows (`surefoot data` lists them).")
                 epoch, window = epoch + 1, 0
-        return StepBatch(epoch + self._compute_progress(epoch, window, used), rows, Position(epoch, window, used))
+        return StepBatch(epoch + self._compute_progress(epoch, window, used), chosen, Position(epoch, window, used))
 
     def _compute_progress(self, epoch: int, window: int, used: int) -> float:
         """Return the fraction of an epoch before a position, by rows."""

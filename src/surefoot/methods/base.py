@@ -19,7 +19,7 @@ from surefoot.data.collate import MicroBatch
 from surefoot.data.sampler import Position, StepBatch
 from surefoot.distributed.fsdp import reshard
 from surefoot.distributed.process_group import SINGLE_PROCESS, World
-from surefoot.events import Event, Phase
+from surefoot.events import Emit, Phase
 from surefoot.methods.token_loss import eval_no_grad
 from surefoot.methods.training_data import RunData
 from surefoot.models.build import BuiltModel
@@ -131,7 +131,7 @@ class MethodContext:
     data: RunData
     ranks: World
     phase: Callable[[Phase], AbstractContextManager[None]]
-    emit: Callable[[Event], None]
+    emit: Emit
     stop_requested: Callable[[], bool]
     """Whether this rank has received a stop signal."""
 
@@ -178,7 +178,7 @@ class Method(ABC):
         """Wait for what `start` has started, before the model takes its memory."""
 
     @abstractmethod
-    def load(self, config: RunConfig, learner: TrainContext) -> None:
+    def load(self, config: RunConfig, train_context: TrainContext) -> None:
         """Receive the model and the config with all sizes resolved."""
 
     @abstractmethod

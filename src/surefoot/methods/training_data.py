@@ -1,4 +1,4 @@
-"""The data of a run, prepared before or during training; for SFT, also its micro-batches."""
+"""The data of a run, prepared before or during training, and their micro-batches in the order of the rows."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ from surefoot.data.prepare_pool import Progress
 from surefoot.data.sampler import GlobalOrder, Position, StepBatch
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.distributed.process_group import SINGLE_PROCESS, World
-from surefoot.events import DataCounted, Event, FindingMade, Heartbeat, Notice
+from surefoot.events import DataCounted, Emit, FindingMade, Heartbeat, Notice
 from surefoot.models.build import load_config, load_tokenizer
 from surefoot.models.resolve_model import longest_context, resolve_model
 
@@ -28,7 +28,6 @@ MAX_INSPECTED_ROWS = 256
 """Number of rows of a chunk whose columns are collected."""
 HEARTBEAT_EVERY_S = 5.0
 """Seconds between two heartbeats of a long evaluation or rollout."""
-Emit = Callable[[Event], None]
 T = TypeVar("T")
 
 
@@ -135,7 +134,7 @@ class RunData:
             self.check_prepared()
             step = self.order.step(position)
             part = self.layout.data_rank, self.layout.data_size
-            return step, list(micro_batches(step.rows, self.train, self._rows_each, *part, self.reader))
+            return step, list(micro_batches(step.sequences, self.train, self._rows_each, *part, self.reader))
 
         return self._read_batches(read_step)
 

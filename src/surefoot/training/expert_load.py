@@ -23,9 +23,9 @@ def trains_routers(model: PreTrainedModel, parameters: Mapping[str, nn.Parameter
 class ExpertLoadCounter:
     """Counter of the rows of each expert; after every `STEPS` steps it reports their distribution, and starts again."""
 
-    def __init__(self, rank: int, *, trains_routers: bool = True, shared_out: int = 1) -> None:
-        """`trains_routers`: frozen routers are not reported. `shared_out`: the number of expert-parallel ranks."""
-        self._rank, self._trains_routers, self._shared_out = rank, trains_routers, shared_out
+    def __init__(self, rank: int, *, trains_routers: bool = True, expert_parallel_size: int = 1) -> None:
+        """`trains_routers`: frozen routers are not reported. `expert_parallel_size`: ranks that share the experts."""
+        self._rank, self._trains_routers, self._expert_parallel_size = rank, trains_routers, expert_parallel_size
         self._rows: Tensor | None = None
         self._was_used: Tensor | None = None
         """Experts that got a fair part of the rows in an earlier count."""
@@ -34,7 +34,7 @@ class ExpertLoadCounter:
 
     def add(self, step: int, counts: Tensor, tokens: int) -> list[ExpertsUsed | ExpertRanksUsed]:
         """Count a step's rows. Shapes: counts int64 [layers, E], the rows each expert got of the step's `tokens`."""
-        if not self._trains_routers and self._shared_out == 1:
+        if not self._trains_routers and self._expert_parallel_size == 1:
             return []
         self._rows = counts.clone() if self._rows is None else self._rows + counts
         self._tokens += tokens
@@ -43,10 +43,10 @@ class ExpertLoadCounter:
             return []
         rows = self._rows
         events: list[ExpertsUsed | ExpertRanksUsed] = [self._measure_spread(step, rows)] if self._trains_routers else []
-        if self._shared_out > 1:
-            rank_rows = rows.view(len(rows), self._shared_out, -1).sum(-1).double()
+        if self._expert_parallel_size > 1:
+            rank_rows = rows.view(len(rows), self._expert_parallel_size, -1).sum(-1).double()
             load = float(rank_rows.max(1).values.sum() / rank_rows.mean(1).sum().clamp(min=1))
-            events.append(ExpertRanksUsed(self._rank, step, load, self._shared_out))
+            events.append(ExpertRanksUsed(self._rank, step, load, self._expert_parallel_size))
         self._rows, self._tokens, self._steps = None, 0, 0
         return events
 

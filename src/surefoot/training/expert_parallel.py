@@ -24,7 +24,7 @@ from surefoot.methods.base import BatchTotals, TrainContext
 from surefoot.models.build import meta_model
 from surefoot.models.experts import experts_of, is_fused_experts
 from surefoot.training.step import NotFinite, counts_of, train_step
-from surefoot.training.train_setup import build_learner, sharding_of
+from surefoot.training.train_setup import build_train_context, sharding_of
 
 WARMUP_STEPS = 1
 TIMED_STEPS = 3
@@ -39,7 +39,7 @@ def choose_expert_parallel(
 ) -> tuple[RunConfig, Seconds]:
     """Return the config with a number for `expert_parallel_size: auto`, and the seconds a step took with each size.
 
-    Each size trains a learner of its own on the steps from `position`, and is discarded afterwards. Nothing is measured
+    Each size trains a model of its own on the steps from `position`; it is discarded afterwards. Nothing is measured
     if only one size is possible. Collective. Raises: ModelError if the memory is too small for each of them.
     """
     if config.expert_parallel_size != "auto":
@@ -129,7 +129,7 @@ def _step_time_s(
     """
     sharding = sharding_of(config, ranks, device)
     step_time_s = _measure_step_s(
-        partial(build_learner, config, base, ranks, device, sharding), batches, position, ranks
+        partial(build_train_context, config, base, ranks, device, sharding), batches, position, ranks
     )
     if sharding is not None:  # not if a rank fails: leaving waits for the other ranks
         sharding.meshes.leave()
@@ -139,26 +139,26 @@ def _step_time_s(
 def _measure_step_s(
     build: Callable[[], TrainContext], batches: Batches, position: Position, ranks: World
 ) -> float | None:
-    learners: list[TrainContext] = []
-    if _time_slowest_rank(lambda: learners.append(build()), ranks) is None:
+    train_contexts: list[TrainContext] = []
+    if _time_slowest_rank(lambda: train_contexts.append(build()), ranks) is None:
         return None
     seconds: list[float] = []
     for _ in range(WARMUP_STEPS + TIMED_STEPS):
-        rows, local_batches = ranks.run_or_raise_on_all(partial(batches, position))
+        step_batch, local_batches = ranks.run_or_raise_on_all(partial(batches, position))
         tokens, trained, weight = ranks.sum(counts_of(local_batches))
         totals = BatchTotals(round(tokens), round(trained), weight)
-        on_device = [batch.to(learners[0].device) for batch in local_batches]
-        taken_s = _time_slowest_rank(partial(_take_step, on_device, totals, learners[0]), ranks)
+        on_device = [batch.to(train_contexts[0].device) for batch in local_batches]
+        taken_s = _time_slowest_rank(partial(_take_step, on_device, totals, train_contexts[0]), ranks)
         if taken_s is None:
             return None
         seconds.append(taken_s)
-        position = rows.next
+        position = step_batch.next_position
     return statistics.median(seconds[WARMUP_STEPS:])
 
 
-def _take_step(batches: list[MicroBatch], totals: BatchTotals, learner: TrainContext) -> None:
+def _take_step(batches: list[MicroBatch], totals: BatchTotals, train_context: TrainContext) -> None:
     with suppress(NotFinite):  # the run itself reports it, with its rows
-        train_step(batches, totals, learner, learning_rate=0.0, max_grad_norm=0.0)
+        train_step(batches, totals, train_context, learning_rate=0.0, max_grad_norm=0.0)
 
 
 def _time_slowest_rank(work: Callable[[], object], ranks: World) -> float | None:

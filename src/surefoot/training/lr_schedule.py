@@ -1,19 +1,29 @@
-"""Learning-rate schedule."""
+"""Learning-rate schedules. A new one is an entry of `SCHEDULES` and of `LearningRateSchedule` in config/schema.py."""
 
 import math
+from collections.abc import Callable
 
 from surefoot.config import RunConfig
 from surefoot.config.schema import EPSILON
 
+SCHEDULES: dict[str, Callable[[float, float, RunConfig], float]] = {
+    "constant": lambda _progress, _done, _config: 1.0,
+    "linear": lambda progress, _done, _config: 1 - progress,
+    "cosine": lambda progress, _done, _config: (1 + math.cos(math.pi * progress)) / 2,
+    "wsd": lambda _progress, done, config: min((1.0 - done) / config.decay_ratio, 1.0),
+}
+"""Name -> height between the lowest rate (0) and the peak (1), from the finished fractions of the part after the
+warm-up and of the whole run."""
+
 
 def learning_rate_at(step: int, begin: float, end: float, warmup_end: float, config: RunConfig) -> float:
-    """Return the learning rate of optimizer step `step` (from 0), from share `begin` to share `end` of the run.
+    """Return the learning rate of optimizer step `step`, counted from 0.
 
-    Shares are of the steps if `max_steps` gives the length, else of the rows: so training can start before the steps
-    are counted. `warmup_end`: the share at which `warmup_steps` were done.
+    `begin` and `end`: finished fraction of the run before and after the step, in steps with `max_steps` and else in
+    rows, because the number of steps may be unknown. `warmup_end`: the fraction at which `warmup_steps` were done.
     A pure function, so resuming needs no scheduler state.
     """
-    peak, low = config.learning_rate, config.learning_rate * config.min_lr_ratio
+    peak = config.learning_rate
     if config.warmup_steps is not None:
         if step < config.warmup_steps:
             return peak * (step + 1) / config.warmup_steps
@@ -22,10 +32,5 @@ def learning_rate_at(step: int, begin: float, end: float, warmup_end: float, con
     else:
         warmup_end = config.warmup_ratio
     progress = max(begin - warmup_end, 0.0) / max(1.0 - warmup_end, EPSILON)
-    if config.lr_scheduler_type == "constant":
-        return peak
-    if config.lr_scheduler_type == "linear":
-        return low + (peak - low) * (1 - progress)
-    if config.lr_scheduler_type == "cosine":
-        return low + (peak - low) * (1 + math.cos(math.pi * progress)) / 2
-    return low + (peak - low) * min((1.0 - begin) / config.decay_ratio, 1.0)
+    lowest = peak * config.min_lr_ratio
+    return lowest + (peak - lowest) * SCHEDULES[config.lr_scheduler_type](progress, begin, config)

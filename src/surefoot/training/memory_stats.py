@@ -12,19 +12,19 @@ from surefoot.events import DeviceMemorySampled, MemorySampled
 from surefoot.methods.base import TrainContext
 
 
-def sample_memory(learner: TrainContext, step: int) -> MemorySampled:
+def sample_memory(train_context: TrainContext, step: int) -> MemorySampled:
     """Sum the sizes of this rank's own shards, after a step: the optimizer's state exists from the first step on."""
-    trained = _sum_local_bytes(learner.parameters.values())
-    frozen = [parameter for parameter in learner.model.parameters() if not parameter.requires_grad]
-    states = learner.optimizer.state.values()
+    trained = _sum_local_bytes(train_context.parameters.values())
+    frozen = [parameter for parameter in train_context.model.parameters() if not parameter.requires_grad]
+    states = train_context.optimizer.state.values()
     return MemorySampled(
-        rank=learner.ranks.rank,
+        rank=train_context.ranks.rank,
         step=step,
-        frozen=_sum_local_bytes(frozen) + _sum_local_bytes(learner.model.buffers()),
+        frozen=_sum_local_bytes(frozen) + _sum_local_bytes(train_context.model.buffers()),
         trained=trained,
         gradients=trained,  # of the same types and sizes
         optimizer=_sum_local_bytes(value for state in states for value in state.values() if isinstance(value, Tensor)),
-        total=torch.cuda.memory_allocated(learner.device) if learner.device.type == "cuda" else None,
+        total=torch.cuda.memory_allocated(train_context.device) if train_context.device.type == "cuda" else None,
     )
 
 

@@ -21,7 +21,7 @@ LARGE_WEIGHT = 1e4
 
 
 def not_finite_finding(
-    learner: TrainContext,
+    train_context: TrainContext,
     error: NotFinite,
     batches: Sequence[MicroBatch],
     *,
@@ -33,11 +33,11 @@ def not_finite_finding(
 
     `batches` are this rank's of the step.
     """
-    ranks = learner.ranks
-    learner.optimizer.zero_grad(set_to_none=True)  # the forward below needs the memory, and they are no longer used
-    with learner.phase("forward"):
-        origin = _find_origin(learner, batches)
-    parameters = learner.model.named_parameters()
+    ranks = train_context.ranks
+    train_context.optimizer.zero_grad(set_to_none=True)  # frees memory for the forward below
+    with train_context.phase("forward"):
+        origin = _find_origin(train_context, batches)
+    parameters = train_context.model.named_parameters()
     weights = ((name, parameter.detach()) for name, parameter in parameters if parameter.is_floating_point())
     reports = ranks.gather(
         {
@@ -47,7 +47,7 @@ def not_finite_finding(
             "module": origin.module if origin else None,
             "row": origin.row if origin else None,
             "is_here": error.is_here,
-            "largest": _find_largest_weight(learner.parameters),
+            "largest": _find_largest_weight(train_context.parameters),
         }
     )
     evidence: dict[str, Any] = {
@@ -89,7 +89,7 @@ class _Origin:
     """Place of the row in the data."""
 
 
-def _find_origin(learner: TrainContext, batches: Sequence[MicroBatch]) -> _Origin | None:
+def _find_origin(train_context: TrainContext, batches: Sequence[MicroBatch]) -> _Origin | None:
     """Find the origin by checking each module's output; None if a forward is finite. Collective."""
     origins: list[_Origin] = []
     current: list[MicroBatch] = []
@@ -110,10 +110,10 @@ def _find_origin(learner: TrainContext, batches: Sequence[MicroBatch]) -> _Origi
 
         return check_module_output
 
-    hooks = [module.register_forward_hook(make_hook(name)) for name, module in learner.model.named_modules()]
+    hooks = [module.register_forward_hook(make_hook(name)) for name, module in train_context.model.named_modules()]
     try:
-        with learner.forward_context():
-            learner.objective.probe_forward(yield_batches())
+        with train_context.forward_context():
+            train_context.objective.probe_forward(yield_batches())
     finally:
         for hook in hooks:
             hook.remove()

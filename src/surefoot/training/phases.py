@@ -7,9 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from surefoot.events import Event, LayerEntered, Phase, PhaseBegan, PhaseEnded
-
-Emit = Callable[[Event], None]
+from surefoot.events import Emit, LayerEntered, Phase, PhaseBegan, PhaseEnded
 
 
 class Phases:

@@ -1,11 +1,11 @@
 """One optimizer step. Independent of where batches come from, of files, and of logging."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from surefoot.data.collate import MicroBatch
 from surefoot.methods.base import BatchTotals, TrainContext
@@ -52,7 +52,7 @@ class NotFinite(Exception):
 def train_step(
     batches: Sequence[MicroBatch],
     totals: BatchTotals,
-    learner: TrainContext,
+    train_context: TrainContext,
     *,
     learning_rate: float,
     max_grad_norm: float,
@@ -65,44 +65,60 @@ def train_step(
     Collective: those of the forward and backward, one sum of three numbers. Raises: NotFinite before the weights are
     changed, on all ranks.
     """
-    objective, parameters, optimizer = learner.objective, learner.parameters, learner.optimizer
-    main, aux = [], []
-    with learner.phase("forward"), learner.forward_context():
+    objective, parameters, phase = train_context.objective, train_context.parameters, train_context.phase
+    main: list[Tensor] = []
+    aux: list[Tensor] = []
+    with phase("forward"), train_context.forward_context():
         batches = objective.begin_step(batches)
     for number, batch in enumerate(batches, 1):
-        learner.before_micro_batch(number == len(batches))
-        with learner.phase("forward"), learner.forward_context():
-            parts = objective.loss(batch, totals)
-        with learner.phase("backward"):
-            parts.total.backward()
-        main.append(parts.main.detach())
-        aux += [] if parts.aux is None else [parts.aux.detach()]
+        train_context.before_micro_batch(number == len(batches))
+        with phase("forward"), train_context.forward_context():
+            terms = objective.loss(batch, totals)
+        with phase("backward"):
+            terms.total.backward()
+        main.append(terms.main.detach())
+        if terms.aux is not None:
+            aux.append(terms.aux.detach())
     for parameter in parameters.values():
         if parameter.grad is None:  # unused in this step: with a zero gradient its state exists like all others
             parameter.grad = torch.zeros_like(parameter)
-    blocks = [block_of(p.grad) for p in parameters.values() if p.grad is not None]
-    gradients = [block.local for block in blocks]
-    with learner.phase("backward"):  # here the host waits for the device, and its remaining work is mostly this phase
-        squares_here = _sum_of_squares(blocks, main[0].device)
-        losses_here = [torch.stack(terms).sum() if terms else main[0].new_zeros(()) for terms in (main, aux)]
-        local = torch.stack([*(loss.to(squares_here.dtype) for loss in losses_here), squares_here]).tolist()
-    with learner.phase("collectives"):
+    with phase("backward"):  # here the host waits for the device, and its remaining work is mostly this phase
+        local = _sum_here(main, aux, parameters)
+    with phase("collectives"):
         objective.end_step()
-        loss, aux_loss, squares = learner.ranks.sum(local)
+        loss, aux_loss, squares = train_context.ranks.sum(local)
     grad_norm = squares**0.5
     if not isfinite(loss + aux_loss):
         raise NotFinite("loss", loss + aux_loss, [], is_here=not isfinite(local[0] + local[1]))
     if not isfinite(grad_norm):
         names = list_not_finite((name, p.grad) for name, p in parameters.items() if p.grad is not None)
         raise NotFinite("gradient", grad_norm, names, is_here=not isfinite(local[2]))
-    with learner.phase("optimizer"):
+    with phase("optimizer"):
         if max_grad_norm and grad_norm > max_grad_norm:
+            gradients = [block.local for block in _list_gradients(parameters)]
             torch._foreach_mul_(gradients, max_grad_norm / (grad_norm + CLIP_EPSILON))
-        for group in optimizer.param_groups:
+        for group in train_context.optimizer.param_groups:
             group["lr"] = learning_rate
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        train_context.optimizer.step()
+        train_context.optimizer.zero_grad(set_to_none=True)
     return StepResult(loss, aux_loss if aux else None, grad_norm, totals)
+
+
+def _list_gradients(parameters: Mapping[str, nn.Parameter]) -> list[LocalShard]:
+    """Return the parts of all gradients that this rank holds."""
+    return [block_of(parameter.grad) for parameter in parameters.values() if parameter.grad is not None]
+
+
+def _sum_here(main: Sequence[Tensor], aux: Sequence[Tensor], parameters: Mapping[str, nn.Parameter]) -> list[float]:
+    """Return this rank's share of the loss, of the auxiliary loss and of the squared gradient norm.
+
+    The host waits here for the device.
+    """
+    device = main[0].device
+    squares = _sum_of_squares(_list_gradients(parameters), device)
+    losses = [torch.stack(list(terms)).sum() if terms else main[0].new_zeros(()) for terms in (main, aux)]
+    sums: list[float] = torch.stack([*(loss.to(squares.dtype) for loss in losses), squares]).tolist()
+    return sums
 
 
 def _sum_of_squares(blocks: Sequence[LocalShard], device: torch.device) -> Tensor:

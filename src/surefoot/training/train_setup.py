@@ -1,4 +1,4 @@
-"""Setup of a learner from a config: the model as this rank holds it, its optimizer and its objective."""
+"""Setup of a `TrainContext` from a config: the model as this rank holds it, its optimizer and its objective."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -24,7 +24,7 @@ Context = Callable[[], AbstractContextManager[object]]
 
 
 def sharding_of(config: RunConfig, ranks: World, device: torch.device) -> Sharding | None:
-    """Return the sharding of a learner over the ranks, with process groups of its own; None on one rank. Collective."""
+    """Return the sharding of a model over the ranks; None on one rank. Collective: creates process groups."""
     layout = Layout.of(config, ranks.size)
     return Sharding(layout, device) if layout.is_sharded else None
 
@@ -55,10 +55,10 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], config: RunConfig) -
     )
 
 
-def build_learner(
+def build_train_context(
     config: RunConfig, base: Path, ranks: World, device: torch.device, sharding: Sharding | None
 ) -> TrainContext:
-    """A learner at its initial values. `base` is the folder of the model.
+    """Build model, optimizer and objective at their initial values. `base` is the folder of the model.
 
     Collective. Raises: ModelError for a folder whose weights do not fill the model, or settings that do not fit it.
     """

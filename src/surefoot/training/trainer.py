@@ -1,7 +1,7 @@
 """Composition root: from a config to a finished run. It reads as a list of the parts of a run."""
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,12 @@ from transformers import PreTrainedTokenizerBase
 from surefoot.config import LoadedConfig, MayDiffer, RunConfig, as_yaml, changed_fields
 from surefoot.config.resolve import device_type, resolve
 from surefoot.data.build_dataset import check_sources
-from surefoot.data.collate import MicroBatch
 from surefoot.data.render import answer_ends
-from surefoot.data.sampler import StepBatch
 from surefoot.distributed.artifact import write_artifact
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.distributed.process_group import World, gpu_of, init_distributed
 from surefoot.errors import ConfigError, ModelError, StoppedOnFinding, StorageError, SurefootError
-from surefoot.events import Event, FindingMade, Notice, Observer, RunEnded, RunStarted
+from surefoot.events import Emit, Event, FindingMade, Notice, Observer, RunEnded, RunStarted
 from surefoot.methods.base import Method, MethodContext, TrainContext
 from surefoot.methods.registry import method_of
 from surefoot.methods.training_data import RunData, open_data
@@ -36,11 +34,11 @@ from surefoot.training.expert_parallel import check_experts, choose_expert_paral
 from surefoot.training.loop import LoopContext, fit
 from surefoot.training.metrics import build_observers
 from surefoot.training.out_of_memory import DeviceNow, MemoryWatch, is_out_of_memory
-from surefoot.training.phases import Emit, Phases
+from surefoot.training.phases import Phases
 from surefoot.training.run_dir import ENVIRONMENT, Resume, claim_on_rank0, delete_run, set_aside_after
 from surefoot.training.run_metadata import describe_machines, environment
 from surefoot.training.run_summary import FindingLog, RunRecord, RunResult, Status, completed_earlier, read_result
-from surefoot.training.train_setup import build_learner, check_trained_routers, sharding_of
+from surefoot.training.train_setup import build_train_context, check_trained_routers, sharding_of
 
 ALL_LOGITS = (
     "this model scales or caps its logits itself, so those of all trained tokens of a micro-batch are held at once; "
@@ -52,6 +50,17 @@ UNNAMED_ENDS = (
 )
 OTHER_REWARDS = "{}: changed since step {}; rewards from here on are of other functions"
 EXPERTS_LEFT_OUT = "target_modules: {} mean linear layers, and the experts of this model are none: add `experts`"
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The parts of a run that exist from its start to its end, on this rank."""
+
+    loaded: LoadedConfig
+    resume: Resume
+    ranks: World
+    emit: Emit
+    phases: Phases
 
 
 def train(loaded: LoadedConfig, observers: Sequence[Observer] = (), *, screen: bool = True) -> RunResult:
@@ -82,32 +91,14 @@ def _emit_to(observers: Sequence[Observer]) -> Emit:
 def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: World, *, screen: bool) -> RunResult:
     config, folder = loaded.run, loaded.run.run_folder
     _agree_on_config(loaded, ranks)
-    with StopSignal().watching() as stop, claim_on_rank0(loaded, ranks) as resume, ExitStack() as undo:
+    with StopSignal().watching() as stop, claim_on_rank0(loaded, ranks) as resume, ExitStack() as cleanup:
         record, memory = RunRecord(folder, FindingLog.of(config)), MemoryWatch(ranks.rank)
         first: list[Observer] = []
         if ranks.is_first:
             first = [record, *build_observers(folder, config.logging_steps, list(config.report_to), screen=screen)]
         emit = _emit_to([*first, *observers, memory])
-
-        def finish(status: Status, **details: Any) -> RunResult:
-            result = record.finish(record.result(status, **details), is_writer=ranks.is_first)
-            emit(RunEnded(result.as_dict()))
-            return result
-
-        def fail(status: Status, error: str) -> None:
-            """Record how the run ended; if a full disk refuses that, the original error is still raised."""
-            try:
-                finish(status, error=error)
-            except StorageError as refused:
-                emit(Notice(str(refused)))
-
-        def share_result(result: RunResult) -> RunResult:
-            """Return rank 0's result on all ranks: the other ranks read the file that it wrote."""
-            ranks.barrier()
-            return result if ranks.is_first else read_result(folder) or result
-
-        try:
-            run = _Run(loaded, resume, ranks, emit, Phases(emit, ranks.rank))
+        run = _Run(loaded, resume, ranks, emit, Phases(emit, ranks.rank))
+        with _recording_failure(run, record, memory):
             opened = _open(run)
             state = opened.state
             earlier = completed_earlier(folder, state.step) if config.is_over(state.step, state.epoch) else None
@@ -115,29 +106,57 @@ def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: World, *,
                 emit(Notice(f"complete since an earlier start: {state.step} steps"))
                 complete = earlier or record.result("completed")
                 emit(RunEnded(complete.as_dict()))
-                return share_result(complete)
-            assembled = _assemble(run, opened, undo, lambda: stop.received is not None)
-            state, status = fit(assembled.job, assembled.state, stop)
+                return _share_result(run, complete)
+            assembled = _assemble(run, opened, cleanup, lambda: stop.received is not None)
+            state, status = fit(assembled.loop, assembled.state, stop)
             opened.data.end()
             train_loss = state.loss_sum / state.step if state.step else None
             with run.phases("export"):
                 artifact = assembled.write_artifact() if status == "completed" else None
-            return share_result(finish(status, train_loss=train_loss, artifact=artifact))
-        except KeyboardInterrupt:
-            fail("interrupted", "stopped before the first step, or by a second signal")
-            raise
-        except StoppedOnFinding as error:
-            emit(FindingMade(error.finding))
-            fail("failed", str(error))
-            raise
-        except Exception as error:
-            if is_out_of_memory(error):
-                finding = memory.finding(error, DeviceNow.read())
-                emit(FindingMade(finding))
-                fail("failed", finding.as_text())
-                raise StoppedOnFinding(finding) from error
-            fail("failed", str(error) if isinstance(error, SurefootError) else f"{type(error).__name__}: {error}")
-            raise
+            return _share_result(run, _finish(run, record, status, train_loss=train_loss, artifact=artifact))
+
+
+def _finish(run: _Run, record: RunRecord, status: Status, **details: Any) -> RunResult:
+    """Write how the run ended, and emit it."""
+    result = record.finish(record.result(status, **details), is_writer=run.ranks.is_first)
+    run.emit(RunEnded(result.as_dict()))
+    return result
+
+
+def _share_result(run: _Run, result: RunResult) -> RunResult:
+    """Return rank 0's result on all ranks: the other ranks read the file that it wrote. Collective."""
+    run.ranks.barrier()
+    return result if run.ranks.is_first else read_result(run.loaded.run.run_folder) or result
+
+
+@contextmanager
+def _recording_failure(run: _Run, record: RunRecord, memory: MemoryWatch) -> Iterator[None]:
+    """Record an error of the block as the end of the run; out of memory becomes StoppedOnFinding."""
+
+    def fail(status: Status, error: str) -> None:
+        """Record how the run ended; if a full disk refuses that, the original error is still raised."""
+        try:
+            _finish(run, record, status, error=error)
+        except StorageError as refused:
+            run.emit(Notice(str(refused)))
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        fail("interrupted", "stopped before the first step, or by a second signal")
+        raise
+    except StoppedOnFinding as error:
+        run.emit(FindingMade(error.finding))
+        fail("failed", str(error))
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            finding = memory.finding(error, DeviceNow.read())
+            run.emit(FindingMade(finding))
+            fail("failed", finding.as_text())
+            raise StoppedOnFinding(finding) from error
+        fail("failed", str(error) if isinstance(error, SurefootError) else f"{type(error).__name__}: {error}")
+        raise
 
 
 def _agree_on_config(loaded: LoadedConfig, ranks: World) -> None:
@@ -168,17 +187,6 @@ def _agree_on_config(loaded: LoadedConfig, ranks: World) -> None:
 
 
 @dataclass(frozen=True)
-class _Run:
-    """The parts of a run that exist from its start to its end, on this rank."""
-
-    loaded: LoadedConfig
-    resume: Resume
-    ranks: World
-    emit: Emit
-    phases: Phases
-
-
-@dataclass(frozen=True)
 class _OpenedRun:
     """State of a run before data are prepared and weights are read."""
 
@@ -193,7 +201,7 @@ class _OpenedRun:
 class _AssembledRun:
     """A run ready for its first step."""
 
-    job: LoopContext
+    loop: LoopContext
     state: TrainState
     write_artifact: Callable[[], Path]
 
@@ -228,18 +236,18 @@ def _open(run: _Run) -> _OpenedRun:
     return _OpenedRun(base, tokenizer, data, state)
 
 
-def _assemble(run: _Run, opened: _OpenedRun, undo: ExitStack, stop_requested: Callable[[], bool]) -> _AssembledRun:
+def _assemble(run: _Run, opened: _OpenedRun, cleanup: ExitStack, stop_requested: Callable[[], bool]) -> _AssembledRun:
     """Assemble prepared data, model, optimizer and state.
 
-    Resources that must be closed with the run, however it ends, are pushed on `undo`.
+    Resources that must be closed with the run, however it ends, are pushed on `cleanup`.
     """
     loaded, ranks, phases = run.loaded, run.ranks, run.phases
     base, data, state = opened.base, opened.data, opened.state
     device = gpu_of(ranks.rank, ranks.local_rank) if loaded.run.device == "cuda" else torch.device("cpu")
-    undo.callback(data.stop)
+    cleanup.callback(data.stop)
     context = MethodContext(loaded, base, opened.tokenizer, data, ranks, phases, run.emit, stop_requested)
     method = method_of(loaded.run)(context)
-    undo.callback(method.end)
+    cleanup.callback(method.end)
     method.start()
     with phases("tokenize"):
         ranks.local_rank0_first(lambda: data.prepare(state.position))
@@ -248,54 +256,43 @@ def _assemble(run: _Run, opened: _OpenedRun, undo: ExitStack, stop_requested: Ca
     method.connect()
 
     with phases("load"):
-        config, step_times_s, learner = _load_learner(run, opened, device)
-        method.load(config, learner)
+        config, step_times_s, train_context = _load_train_context(run, opened, device)
+        method.load(config, train_context)
     method.restore(state.pending)
     state = replace(state, pending=[])
-    job = _build_loop_context(run, config, learner, data, method, code_files)
-    undo.callback(job.saver.end)
+    loop = _build_loop_context(run, config, train_context, data, method, code_files)
+    cleanup.callback(loop.saver.end)
     _begin_run_folder(run, config, state.step, device, step_times_s)
-    run.emit(_build_start_event(job, state))
+    run.emit(_build_start_event(loop, state))
     lora = lora_settings(config)
     target = config.run_folder / ("adapter" if lora else "model")
     return _AssembledRun(
-        job,
+        loop,
         state,
-        lambda: write_artifact(target, learner.model, opened.tokenizer, lora, base, config.model, ranks),
+        lambda: write_artifact(target, train_context.model, opened.tokenizer, lora, base, config.model, ranks),
     )
 
 
 def _build_loop_context(
-    run: _Run, config: RunConfig, learner: TrainContext, data: RunData, method: Method, code_files: dict[str, str]
+    run: _Run, config: RunConfig, train_context: TrainContext, data: RunData, method: Method, code_files: dict[str, str]
 ) -> LoopContext:
     """Return what the loop works with. `code_files`: SHA-256 of the files of the user's code."""
 
-    def batches(state: TrainState) -> tuple[StepBatch, list[MicroBatch]]:
-        return method.batches(state.position, state.step, state.epoch)
-
-    def as_saved(state: TrainState, wait_s: float) -> TrainState:
-        pending = method.pending(state.position, state.step, wait_s)
-        return replace(state, pending=pending, data_seen=dict(data.train.shard_digests), reward_files=code_files)
-
     return LoopContext(
         config=config,
-        run_folder=config.run_folder,
+        method=method,
+        data=data,
         total_steps=data.total_steps(),
-        batches=batches,
-        agrees_to_stop_before_batches=method.agrees_to_stop_before_batches,
-        evaluate=method.evaluate if data.held_out is not None else None,
-        before_evaluation=data.finish,
-        as_saved=as_saved,
-        learner=learner,
+        train_context=train_context,
         phases=run.phases,
         emit=run.emit,
-        check_step=method.check_step,
         saver=Saver(config.run_folder, config.model_dump(mode="json"), config.save_total_limit, run.ranks),
         expert_load_counter=ExpertLoadCounter(
             run.ranks.rank,
-            trains_routers=trains_routers(learner.model, learner.parameters),
-            shared_out=int(config.expert_parallel_size),
+            trains_routers=trains_routers(train_context.model, train_context.parameters),
+            expert_parallel_size=int(config.expert_parallel_size),
         ),
+        code_files=code_files,
     )
 
 
@@ -308,12 +305,12 @@ def _check_code_files(run: _Run, method: Method, state: TrainState) -> dict[str,
     return now
 
 
-def _load_learner(
+def _load_train_context(
     run: _Run, opened: _OpenedRun, device: torch.device
 ) -> tuple[RunConfig, dict[int, float | None], TrainContext]:
-    """Return the config without `auto`, the step time in seconds of each choice, and the learner in its resumed state.
+    """Return the config without `auto`, the seconds of a step with each choice, and the model with its optimizer.
 
-    Collective.
+    They are resumed. Collective.
     """
     base, tokenizer, ranks, checkpoint = opened.base, opened.tokenizer, run.ranks, run.resume.checkpoint
     config, step_times_s = choose_expert_parallel(
@@ -321,21 +318,23 @@ def _load_learner(
     )
     if step_times_s:
         run.emit(Notice(describe_choice(config, step_times_s)))
-    learner = build_learner(config, base, ranks, device, sharding_of(config, ranks, device))
-    learner = replace(learner, phase=run.phases)
+    train_context = build_train_context(config, base, ranks, device, sharding_of(config, ranks, device))
+    train_context = replace(train_context, phase=run.phases)
     lora = lora_settings(config)
-    if lora is not None and (left_out := experts_left_out(learner.model, lora.targets)):
+    if lora is not None and (left_out := experts_left_out(train_context.model, lora.targets)):
         run.emit(Notice(EXPERTS_LEFT_OUT.format(", ".join(left_out))))
-    if unnamed := answer_ends(tokenizer, config.template_variables) - end_tokens(learner.model, tokenizer):
+    if unnamed := answer_ends(tokenizer, config.template_variables) - end_tokens(train_context.model, tokenizer):
         run.emit(Notice(UNNAMED_ENDS.format(", ".join(tokenizer.convert_ids_to_tokens(sorted(unnamed))))))
-    if learner.objective.holds_all_logits:
+    if train_context.objective.holds_all_logits:
         run.emit(Notice(ALL_LOGITS))
     if config.health and not config.compile:  # a hook would cut the graph of each layer in two
-        run.phases.follow(getattr(learner.model.get_decoder(), "layers", ()))
+        run.phases.follow(getattr(train_context.model.get_decoder(), "layers", ()))
     if checkpoint is not None:
-        ranks.run_or_raise_on_all(lambda: load_checkpoint(checkpoint, learner.parameters, learner.optimizer))
+        ranks.run_or_raise_on_all(
+            lambda: load_checkpoint(checkpoint, train_context.parameters, train_context.optimizer)
+        )
         run.emit(Notice(f"resuming after step {opened.state.step} from {checkpoint}"))
-    return config, step_times_s, learner
+    return config, step_times_s, train_context
 
 
 def _begin_run_folder(
@@ -376,13 +375,13 @@ def _agree_on_weights(loaded: LoadedConfig, base: Path, ranks: World) -> str:
     return own
 
 
-def _build_start_event(job: LoopContext, state: TrainState) -> RunStarted:
+def _build_start_event(loop: LoopContext, state: TrainState) -> RunStarted:
     return RunStarted(
-        run_folder=job.run_folder,
-        config=job.config.model_dump(mode="json"),
-        total_steps=job.total_steps,
+        run_folder=loop.config.run_folder,
+        config=loop.config.model_dump(mode="json"),
+        total_steps=loop.total_steps,
         first_step=state.step + 1,
-        trainable_parameters=sum(p.numel() for p in job.learner.parameters.values()),
-        all_parameters=sum(p.numel() for p in job.learner.model.parameters()),
+        trainable_parameters=sum(p.numel() for p in loop.train_context.parameters.values()),
+        all_parameters=sum(p.numel() for p in loop.train_context.model.parameters()),
         evaluates_again=state.evaluation_is_due,
     )

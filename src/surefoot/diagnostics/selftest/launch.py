@@ -155,7 +155,7 @@ def _measure_dataloader(loaded: LoadedConfig) -> Result:
         timer.cancel()
         began_s, tokens, steps = time.perf_counter(), 0, 0
         while (took_s := time.perf_counter() - began_s) < READ_FOR_S:
-            step, batches = data.batches(step.next)
+            step, batches = data.batches(step.next_position)
             tokens += sum(batch.ids.shape[-1] for batch in batches)
             steps += 1
     except SurefootError as error:

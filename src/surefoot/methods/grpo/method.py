@@ -103,10 +103,12 @@ class Grpo(Method):
             with self.context.phase("sync"):
                 reserve_server_memory(self._settings, self._server, self.context.ranks, self.context.emit)
 
-    def load(self, config: RunConfig, learner: TrainContext) -> None:
+    def load(self, config: RunConfig, train_context: TrainContext) -> None:
         """Connect the engine to the model. Raises: StoppedOnFinding (SF801) if a server does not get ready."""
         assert self._rewards is not None
-        self._source = build_rollout_source(grpo_settings(config), self.context, learner, self._rewards, self._server)
+        self._source = build_rollout_source(
+            grpo_settings(config), self.context, train_context, self._rewards, self._server
+        )
         self._parts.callback(self._source.end)
 
     def batches(self, position: Position, step: int, epoch: float) -> tuple[StepBatch, list[MicroBatch]]:

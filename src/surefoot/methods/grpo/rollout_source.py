@@ -43,9 +43,9 @@ POLL_S = 5.0
 
 @dataclass(frozen=True)
 class _Rollout:
-    """Completions that are requested from the engine, with the prompts of `rows`."""
+    """Completions that are requested from the engine, with the prompts of `step_batch`."""
 
-    rows: StepBatch
+    step_batch: StepBatch
     prompts: list[Prompt]
     wait: Wait
     """Wait for the completions of this rank."""
@@ -188,11 +188,11 @@ class RolloutSource:
         rollout = prefetch or self._request_rollout(position, self._prompts_per_rollout, step, (step, 0))
         completions = self._wait_for_completions(rollout.wait)
         if not config.dynamic_sampling:  # the engine works while rewards are computed
-            self._request_prefetch(rollout.rows, step)
+            self._request_prefetch(rollout.step_batch, step)
         groups = all_groups = self._scorer.score_groups(rollout.prompts, completions)
-        rows = rollout.rows
+        step_batch = rollout.step_batch
         if config.dynamic_sampling:
-            rows, all_groups = self._add_replacements(rows, all_groups, step)
+            step_batch, all_groups = self._add_replacements(step_batch, all_groups, step)
         # Those with a learning signal first.
         all_groups = sorted(all_groups, key=self._scorer.has_learning_signal, reverse=True)
         if config.dynamic_sampling:
@@ -202,38 +202,38 @@ class RolloutSource:
         metrics = self._check_rewards(groups, all_groups, step)
         if config.dynamic_sampling:
             metrics["groups_replaced"] = float(len(all_groups) - len(groups))
-            self._request_prefetch(rows, step)
+            self._request_prefetch(step_batch, step)
         if self._engine.bytes_sent:
             metrics["sync_bytes"] = float(self._engine.bytes_sent)
-        return CurrentRollout(trajectories, metrics, began, rows.epoch, rows.next)
+        return CurrentRollout(trajectories, metrics, began, step_batch.epoch, step_batch.next_position)
 
-    def _add_replacements(self, rows: StepBatch, groups: list[Group], step: int) -> tuple[StepBatch, list[Group]]:
-        """Return `groups` with further ones for those without a learning signal, and the last rows that were read."""
+    def _add_replacements(self, step_batch: StepBatch, groups: list[Group], step: int) -> tuple[StepBatch, list[Group]]:
+        """Return `groups` with further ones for those without a learning signal, and the last batch that was read."""
         num_groups = len(groups)  # fewer than usual at the end of an epoch
         for attempt in range(1, self._config.dynamic_sampling_tries + 1):
             missing = num_groups - sum(map(self._scorer.has_learning_signal, groups))
             if missing <= 0:
                 break
-            rollout = self._request_rollout(rows.next, missing, step, (step, attempt))
+            rollout = self._request_rollout(step_batch.next_position, missing, step, (step, attempt))
             groups = groups + self._scorer.score_groups(rollout.prompts, self._wait_for_completions(rollout.wait))
-            rows = rollout.rows
-        return rows, groups
+            step_batch = rollout.step_batch
+        return step_batch, groups
 
-    def _request_prefetch(self, rows: StepBatch, step: int) -> None:
-        """Request the rollout after `rows`, if the config prefetches and the run has one left. Collective."""
+    def _request_prefetch(self, step_batch: StepBatch, step: int) -> None:
+        """Request the rollout after `step_batch`, if the config prefetches and the run has one left. Collective."""
         next_step = step + self._config.num_iterations
-        if not self._config.max_staleness or self._config.is_over(next_step, rows.epoch):
+        if not self._config.max_staleness or self._config.is_over(next_step, step_batch.epoch):
             return
         try:
-            self._prefetches[rows.next] = self._request_rollout(
-                rows.next, self._prompts_per_rollout, step, (next_step, 0)
+            self._prefetches[step_batch.next_position] = self._request_rollout(
+                step_batch.next_position, self._prompts_per_rollout, step, (next_step, 0)
             )
         except SurefootError as error:  # raised on all ranks; the current completions are trained on first
-            self._prefetches[rows.next] = error
+            self._prefetches[step_batch.next_position] = error
 
     def _read_rows(self, position: Position, count: int) -> tuple[StepBatch, list[Prompt]]:
-        rows = self._ranks.run_or_raise_on_all(lambda: self._data.order.step(position, count))
-        return rows, self._read_prompts(self._data.train, [row[0] for row in rows.rows])
+        step_batch = self._ranks.run_or_raise_on_all(lambda: self._data.order.step(position, count))
+        return step_batch, self._read_prompts(self._data.train, [samples[0] for samples in step_batch.sequences])
 
     def _read_prompts(self, dataset: Dataset, keys: Sequence[SampleKey]) -> list[Prompt]:
         with self._context.phase("data_wait"):
@@ -241,8 +241,8 @@ class RolloutSource:
 
     def _request_rollout(self, position: Position, count: int, step: int, seed: tuple[int, int]) -> _Rollout:
         """Request completions of `count` prompts from a position on. Arguments: see `_request_completions`."""
-        rows, prompts = self._read_rows(position, count)
-        return _Rollout(rows, prompts, self._request_completions(prompts, seed, step))
+        step_batch, prompts = self._read_rows(position, count)
+        return _Rollout(step_batch, prompts, self._request_completions(prompts, seed, step))
 
     def _request_completions(self, prompts: Sequence[Prompt], seed: tuple[int, int], step: int) -> Wait:
         """Request a group for each prompt, by the policy after `step`. Collective.

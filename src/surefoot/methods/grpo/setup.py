@@ -21,7 +21,7 @@ from surefoot.data.render import answer_ends
 from surefoot.distributed.artifact import write_artifact
 from surefoot.distributed.process_group import World
 from surefoot.errors import StoppedOnFinding
-from surefoot.events import Event, Heartbeat, Notice
+from surefoot.events import Emit, Heartbeat, Notice
 from surefoot.methods.base import MethodContext, TrainContext
 from surefoot.methods.grpo.engines.local import LocalEngine, RolloutLimits
 from surefoot.methods.grpo.engines.server import Server, ServerFailed, start_server
@@ -80,7 +80,7 @@ def open_server(loaded: LoadedConfig, base: Path, images: ImageSettings | None, 
     return servers[0] if servers else Server(address, log=log if config.vllm_server is None else None)
 
 
-def reserve_server_memory(config: GrpoConfig, server: Server, ranks: World, emit: Callable[[Event], None]) -> None:
+def reserve_server_memory(config: GrpoConfig, server: Server, ranks: World, emit: Emit) -> None:
     """Let a server that shares GPUs with training take its memory first, and free it again if `vllm_sleep` is set.
 
     vLLM measures free GPU memory while it starts, so memory that other processes take or free meanwhile counts as its
@@ -93,7 +93,7 @@ def reserve_server_memory(config: GrpoConfig, server: Server, ranks: World, emit
         ranks.broadcast_from_rank0(server.sleep)
 
 
-def _wait_for_server(server: Server, config: GrpoConfig, emit: Callable[[Event], None]) -> None:
+def _wait_for_server(server: Server, config: GrpoConfig, emit: Emit) -> None:
     def notify(text: str) -> None:
         emit(Notice(text))
         emit(Heartbeat())  # the supervisor must not see a stall
@@ -183,12 +183,12 @@ def _is_launcher_variable(name: str) -> bool:
 
 
 def build_rollout_source(
-    config: GrpoConfig, context: MethodContext, learner: TrainContext, rewards: Rewards, server: Server | None
+    config: GrpoConfig, context: MethodContext, train_context: TrainContext, rewards: Rewards, server: Server | None
 ) -> RolloutSource:
     """Return the batch source. Collective. Raises: StoppedOnFinding (SF801) if a server does not get ready."""
     tokenizer = context.tokenizer
-    text = learner.model.config.get_text_config()
-    ends = end_tokens(learner.model, tokenizer) | answer_ends(tokenizer, config.template_variables)
+    text = train_context.model.config.get_text_config()
+    ends = end_tokens(train_context.model, tokenizer) | answer_ends(tokenizer, config.template_variables)
     sampling = Sampling(
         max_tokens=config.max_completion_length,
         temperature=config.temperature,
@@ -196,19 +196,19 @@ def build_rollout_source(
         top_k=config.top_k,
         ends=frozenset(token for token in ends if token < text.vocab_size),
         stops=tuple(config.stops),
-        banned=image_tokens(learner.model),
+        banned=image_tokens(train_context.model),
     )
     engine: Engine
-    assert isinstance(learner.objective, GrpoObjective)
+    assert isinstance(train_context.objective, GrpoObjective)
     if server is None:
         engine = LocalEngine(
-            learner.model,
+            train_context.model,
             tokenizer,
-            ranks=learner.ranks,
+            ranks=train_context.ranks,
             in_lockstep=config.zero_stage == 3 or config.expert_parallel_size != 1,
-            forward_context=learner.rollout_context,
+            forward_context=train_context.rollout_context,
             reader=context.data.reader,
-            routing=learner.objective.routing if config.routing_replay == "rollout" else None,
+            routing=train_context.objective.routing if config.routing_replay == "rollout" else None,
             limits=RolloutLimits(
                 config.rollout_batch_size,
                 config.rollout_timeout_s,
@@ -216,7 +216,7 @@ def build_rollout_source(
             ),
         )
     else:
-        engine = _build_vllm_engine(config, context, learner, server, sampling)
+        engine = _build_vllm_engine(config, context, train_context, server, sampling)
     return RolloutSource(
         config,
         context,
@@ -225,11 +225,11 @@ def build_rollout_source(
         sampling,
         longest_context=longest_context(text.to_dict()),
         # On CUDA, the attention kernel for packed samples does not support shared prompts.
-        share_prompts=learner.device == torch.device("cpu"),
+        share_prompts=train_context.device == torch.device("cpu"),
     )
 
 
-def _add_heartbeats(stop_requested: Callable[[], bool], emit: Callable[[Event], None]) -> Callable[[], bool]:
+def _add_heartbeats(stop_requested: Callable[[], bool], emit: Emit) -> Callable[[], bool]:
     """Return the check, which runs at each token, with heartbeats: the supervisor must not see a stall."""
     last_heartbeat_s = time.monotonic()
 
@@ -244,53 +244,53 @@ def _add_heartbeats(stop_requested: Callable[[], bool], emit: Callable[[Event], 
 
 
 def _build_vllm_engine(
-    config: GrpoConfig, context: MethodContext, learner: TrainContext, server: Server, sampling: Sampling
+    config: GrpoConfig, context: MethodContext, train_context: TrainContext, server: Server, sampling: Sampling
 ) -> VllmEngine:
-    ranks, objective, reader = learner.ranks, learner.objective, context.data.reader
+    ranks, objective, reader = train_context.ranks, train_context.objective, context.data.reader
     assert isinstance(objective, GrpoObjective)
     ranks.broadcast_from_rank0(lambda: _wait_for_server(server, config, context.emit))
 
     def score(request: Request, ids: list[int]) -> list[float]:
-        with learner.forward_context():
-            return objective.score(request, ids, learner.device, reader)
+        with train_context.forward_context():
+            return objective.score(request, ids, train_context.device, reader)
 
     model = ServedModel(
-        vocab_size=int(learner.model.config.get_text_config().vocab_size),
+        vocab_size=int(train_context.model.config.get_text_config().vocab_size),
         image_token=reader.settings.token_id if reader is not None else None,
-        routing=_find_routing_layers(learner) if config.routing_replay == "rollout" else None,
+        routing=_find_routing_layers(train_context) if config.routing_replay == "rollout" else None,
         has_seeds=config.device != "cpu",
     )
     client = CompletionClient(server, model, timeout_s=config.rollout_timeout_s, reader=reader)
     probe = PolicyProbe(
         client,
         score,
-        ranks.run_or_raise_on_all(lambda: _build_probe_prompt(learner.model, context.tokenizer, reader)),
+        ranks.run_or_raise_on_all(lambda: _build_probe_prompt(train_context.model, context.tokenizer, reader)),
         sampling if config.knows_rollout_logprobs else replace(sampling, top_p=1.0, top_k=0),
         dtype=getattr(torch, config.dtype),  # the server's type; full fine-tuning keeps its own weights in float32
-        add_noise=partial(perturbed_lora, learner.model) if config.tuning == "lora" else None,
+        add_noise=partial(perturbed_lora, train_context.model) if config.tuning == "lora" else None,
         ranks=ranks,
     )
-    sync = _build_sync(config, context, learner, server)
+    sync = _build_sync(config, context, train_context, server)
     return VllmEngine(client, sync, probe, sleeps=config.vllm_sleep, ranks=ranks)
 
 
-def _find_routing_layers(learner: TrainContext) -> RoutingLayers:
-    model, text = learner.model, learner.model.config.get_text_config()
+def _find_routing_layers(train_context: TrainContext) -> RoutingLayers:
+    model, text = train_context.model, train_context.model.config.get_text_config()
     numbers = [int(number) for name in router_names(model) for number in re.findall(r"\blayers\.(\d+)\.", name)[:1]]
     experts = max(map(experts_of, filter(is_fused_experts, model.modules())))
     return RoutingLayers(tuple(numbers), int(text.num_hidden_layers), experts)
 
 
-def _build_sync(config: GrpoConfig, context: MethodContext, learner: TrainContext, server: Server) -> Sync:
+def _build_sync(config: GrpoConfig, context: MethodContext, train_context: TrainContext, server: Server) -> Sync:
     """Return the sync of adapters, or of the full model."""
-    settings, ranks, folder = lora_settings(config), learner.ranks, config.run_folder / ENGINE_FOLDER
+    settings, ranks, folder = lora_settings(config), train_context.ranks, config.run_folder / ENGINE_FOLDER
     if settings is not None:
-        return AdapterSync(server, learner.model, settings, folder / "adapters", ranks)
+        return AdapterSync(server, train_context.model, settings, folder / "adapters", ranks)
 
     def write(target: Path) -> None:
         # The server's compute type: a smaller type of the base model would round away what training has learned.
         dtype = getattr(torch, config.dtype)
-        write_artifact(target, learner.model, context.tokenizer, None, context.base, config.model, ranks, dtype)
+        write_artifact(target, train_context.model, context.tokenizer, None, context.base, config.model, ranks, dtype)
 
     return FullSync(server, write, folder / "weights", config.rollout_timeout_s, ranks)
 

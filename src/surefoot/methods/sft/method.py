@@ -177,9 +177,9 @@ class Sft(Method):
         """Return the loss. Only its load-balancing term depends on the settings."""
         return PlannedObjective(cls, run, run.router_aux_loss_coef, run.max_length - 1)
 
-    def load(self, config: RunConfig, learner: TrainContext) -> None:  # noqa: ARG002 - batches need no config
+    def load(self, config: RunConfig, train_context: TrainContext) -> None:  # noqa: ARG002 - batches need no config
         """Receive the model."""
-        self._learner = learner
+        self._train_context = train_context
 
     def batches(self, position: Position, step: int, epoch: float) -> tuple[StepBatch, list[MicroBatch]]:  # noqa: ARG002
         """Return samples in the order of the data. Raises: DataError."""
@@ -188,9 +188,9 @@ class Sft(Method):
 
     def evaluate(self, step: int) -> Mapping[str, float]:  # noqa: ARG002 - the weights alone decide
         """Return the loss on held-out rows."""
-        learner = self._learner
-        assert isinstance(learner.objective, SftObjective)
-        with learner.forward_context():
-            held_out = (batch.to(learner.device) for batch in self.context.data.eval_batches())
-            loss, trained = learner.objective.evaluate(held_out, self.context.stop_requested)
+        train_context = self._train_context
+        assert isinstance(train_context.objective, SftObjective)
+        with train_context.forward_context():
+            held_out = (batch.to(train_context.device) for batch in self.context.data.eval_batches())
+            loss, trained = train_context.objective.evaluate(held_out, self.context.stop_requested)
         return {"eval_loss": loss, "eval_trained_tokens": trained}
