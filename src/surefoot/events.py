@@ -163,7 +163,7 @@ FORMER_PHASES: dict[str, Phase] = {
 
 @dataclass(frozen=True, slots=True)
 class PhaseBegan:
-    """Start of a phase that may take long. Phases do not overlap on a rank, but `evaluate` contains others."""
+    """Start of a phase that may take long. On a rank, phases follow one another; only `evaluate` contains others."""
 
     rank: int
     step: int

@@ -112,6 +112,16 @@ def test_one_rank_alone_says_at_which_line_it_stands() -> None:
     assert find_stall(alter(evidence, syscall="futex")).code == "SF109"
 
 
+def test_ranks_that_all_wait_for_data_are_told_from_ranks_that_all_stand_elsewhere() -> None:
+    recorded = read_evidence(NAMED["sleeping"])
+    together = replace(recorded, ranks=tuple(replace(rank, flight=None) for rank in recorded.ranks))
+    waiting = find_stall(alter(together, phase="data_wait"))
+    assert waiting.code == "SF107"
+    assert waiting.cause.startswith("ranks ")
+    assert find_stall(alter(together, phase="forward")).code == "SF110"
+    assert find_stall(alter(recorded, phase="data_wait")).cause.startswith("rank "), "others wait in a collective"
+
+
 def test_evidence_is_the_same_after_it_was_kept(tmp_path: Path) -> None:
     evidence = read_evidence(NAMED["sleeping"])
     assert read_evidence(write_evidence(tmp_path, evidence)) == evidence

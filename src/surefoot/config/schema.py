@@ -60,7 +60,7 @@ class RowKind:
 
 CONVERSATION = RowKind()
 LABELLED = RowKind(keeps_columns=True)
-"""Conversation with further columns that the loss reads."""
+"""Conversation with the row's other columns, for the loss; those that the format uses are not kept."""
 PROMPT = RowKind(is_prompt=True, keeps_columns=True)
 
 

@@ -75,7 +75,7 @@ class Conversation:
     first_trained: int = 0
     """Index of the first message that may be trained; earlier ones are the prompt of a prompt/completion pair."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """Columns that are not part of the conversation, for reward functions."""
+    """Columns that are not part of the conversation, for the method."""
 
     @property
     def images(self) -> list[ImageSource]:

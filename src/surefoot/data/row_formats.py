@@ -131,7 +131,7 @@ def _rename_columns(row: Columns, spec: FormatSpec) -> Columns:
 class Reader:
     """A reader for the rows of one file, which all have the same format.
 
-    `keep_columns`: keep the columns that are not part of the conversation, for reward functions.
+    `keep_columns`: keep the columns that are not part of the conversation, for the method.
     """
 
     def __init__(self, spec: FormatSpec, format: str, *, keep_columns: bool = False) -> None:

@@ -39,7 +39,7 @@ would be too long.
 CHILDREN_EVERY_S = 30.0
 THROTTLED_OVER_S = 20.0
 COMPUTING = ("forward", "backward", "optimizer", "forward_backward")
-EXPLAINED = frozenset({"SF302", "SF304", "SF305", "SF306", "SF313"})
+CAUSES_OF_WAITING = frozenset({"SF302", "SF304", "SF305", "SF306", "SF313"})
 """Codes of causes that also make ranks wait for each other."""
 LONG_PHASES = frozenset({"launch", "load", "tokenize", "save", "evaluate", "export", "rollout"})
 
@@ -113,7 +113,7 @@ class SlowSteps:
         run = self._run
         times = {number: rank.times for number, rank in run.ranks.items() if not rank.has_ended}
         slow = speed.find_slow(times, self._measure_throttled_share(now_s), num_ranks=run.num_ranks)
-        if any(finding.code in EXPLAINED for finding in slow) or not len(times) == run.num_ranks > 1:
+        if any(finding.code in CAUSES_OF_WAITING for finding in slow) or not len(times) == run.num_ranks > 1:
             return slow
         idle = self._find_idle_ranks()
         is_idle = idle is not None and not self._reported.codes & {"SF303", "SF304", "SF313"}

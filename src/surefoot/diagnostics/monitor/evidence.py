@@ -27,7 +27,7 @@ class RankEvidence:
     cpu_share: float
     """Share of one core that it used in the last seconds of its silence."""
     children: tuple[str, ...] = ()
-    """States of the processes that it started."""
+    """States of its child processes, such as loader workers."""
     waits_for_disk: bool = False
     """Whether one of its threads was in uninterruptible sleep."""
     answered: bool = False
@@ -35,7 +35,7 @@ class RankEvidence:
     flight: Any = None
     """Dump of the Flight Recorder."""
     syscall: str = ""
-    """System call in which its main thread waits, if it is a telling one: futex."""
+    """`futex` if its main thread waits for a lock; else empty."""
     stacks: str = ""
     """Stacks of its Python threads."""
     layer: int | None = None

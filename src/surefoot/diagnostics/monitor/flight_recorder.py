@@ -60,9 +60,9 @@ class FlightRecord:
     """Group -> its traffic."""
     called_s: Mapping[tuple[str, int], float]
     """(group, number) of each collective that is still recorded -> time at which the rank called it, in seconds."""
-    done: Mapping[str, int]
+    num_finished: Mapping[str, int]
     """`Collective.call` -> number of finished collectives."""
-    over: Mapping[tuple[str, int], str]
+    finished: Mapping[tuple[str, int], str]
     """(group, number) of each finished collective -> its `Collective.call`."""
 
 
@@ -71,7 +71,7 @@ def read_flight(dump: Any) -> FlightRecord | None:
     if dump is None or (isinstance(dump, dict) and "entries" not in dump):  # a run of one process calls no collectives
         return None
     last: dict[str, Collective] = {}
-    waiting, meanings, called_s, finished, done = [], {}, {}, {}, Counter[str]()
+    waiting, meanings, called_s, finished, num_finished = [], {}, {}, {}, Counter[str]()
     try:
         for entry in dump["entries"]:
             if entry["is_p2p"]:
@@ -93,10 +93,10 @@ def read_flight(dump: Any) -> FlightRecord | None:
             if group not in last or last[group].number <= collective.number:
                 last[group] = collective
             if entry["retired"]:
-                done[collective.call] += 1
+                num_finished[collective.call] += 1
                 finished[group, collective.number] = collective.call
             else:
                 waiting.append(collective)
     except (KeyError, TypeError) as error:
         raise ValueError(f"no dump of the Flight Recorder: {error!r}") from error
-    return FlightRecord(last, tuple(waiting), meanings, called_s, done, finished) if last else None
+    return FlightRecord(last, tuple(waiting), meanings, called_s, num_finished, finished) if last else None

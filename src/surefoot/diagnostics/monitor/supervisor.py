@@ -33,7 +33,7 @@ from surefoot.system import cgroup
 GONE_S = 60.0
 """Seconds that a rank may be gone while the run continues: a restarted rank takes time."""
 BLIND_S = 10.0
-"""Longest gap between two polls: after a longer one this process itself was stopped, and did not observe that time."""
+"""Longest gap between two polls; after a longer one this process was paused itself, and silence is counted anew."""
 LEAST_S = 10.0
 """Seconds of silence that never count as a stall."""
 TIMES_USUAL, TIMES_LONGEST = 8.0, 2.0
@@ -41,9 +41,9 @@ TIMES_USUAL, TIMES_LONGEST = 8.0, 2.0
 IDLE_S = 12.0
 """Seconds for which a rank may be idle in a phase with few events."""
 STARTING_IDLE_S = 30.0
-"""The same before the first step, when it may wait for a download."""
+"""Seconds for which a rank may be idle in such a phase before the first step, when it may wait for a download."""
 BOUNDED_PHASES = frozenset({"reward", "sync", "rollout_wait"})
-"""Waits for other programs, which the run itself bounds: it ends them and reports why."""
+"""Phases in which the run waits for another program under a deadline of its own, and reports why (SF801 to SF806)."""
 QUIET_PHASES = LONG_PHASES | {""}
 """Phases in which a rank may be silent for a long time; a process between phases is loading Python or torch."""
 TALKING = frozenset({"save", "evaluate", "rollout"})
@@ -57,7 +57,8 @@ COLLECTIVE_S = 540.0
 even if they compute: a rank that waits for a GPU seems to compute. After ten minutes NCCL ends the processes, with less
 information."""
 LONGEST_BUSY_S = 1800.0
-"""The same in other long phases (data preparation records events between its parts)."""
+"""Seconds of silence that are a stall in other long phases, even if ranks compute. Data preparation records events
+between its parts."""
 LONGEST_S = 600.0
 """Seconds of silence that are a stall of ranks that wait for a disk or for their worker processes; in the first steps
 of a single rank; before the first rank has begun, and after the last has ended."""

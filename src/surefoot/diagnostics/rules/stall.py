@@ -1,6 +1,6 @@
 """Rules for the cause of a stall: from the evidence to one finding. Pure.
 
-The rules apply in order; each either names a cause or passes. The last one names the missing evidence.
+The rules apply in order; each either names a cause or passes. If all pass, the finding lists the missing evidence.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -100,13 +100,18 @@ def _find_partial_completion(case: StallCase) -> Finding | None:
     """Return a finding if a rank is still in a collective that another rank has finished: the data do not arrive.
 
     If the other rank called something else under that number, the call is wrong. If a third rank may not have entered
-    the collective yet, the rank waits for that one: a rank that only sends finishes at once.
+    the collective yet, the rank waits for that one: in a broadcast the sender
+    may return before the receivers arrive.
     """
     for rank in case.ranks:
         for call in case.waiting(rank):
             key = (call.group, call.number)
-            over = {other.rank: case.flights[other.rank].over for other in case.ranks if other.rank in case.flights}
-            finished = {number: finished_calls[key] for number, finished_calls in over.items() if key in finished_calls}
+            finished_by = {
+                other.rank: case.flights[other.rank].finished for other in case.ranks if other.rank in case.flights
+            }
+            finished = {
+                number: finished_calls[key] for number, finished_calls in finished_by.items() if key in finished_calls
+            }
             odd = [number for number, finished_call in finished.items() if finished_call != call.call]
             if odd and not _are_all_to_alls((call.call, *finished.values())):
                 return case.finding(
@@ -135,7 +140,7 @@ def _has_everyone_arrived(case: StallCase, call: Collective) -> bool:
 def _find_crossed_groups(case: StallCase) -> Finding | None:
     """Return a finding if each rank waits in a group without the others: they use two groups in different order."""
     groups = {rank.rank: {call.group for call in case.waiting(rank)} for rank in case.ranks}
-    if len(groups) < 2 or not all(groups.values()) or all(map(case.is_full, set.union(*groups.values()))):
+    if len(groups) < 2 or not all(groups.values()) or all(map(case.all_members_wait_in, set.union(*groups.values()))):
         return None
     if set.intersection(*groups.values()):
         return None
@@ -191,36 +196,71 @@ def _describe_waiting(case: StallCase, ranks: Sequence[RankEvidence]) -> str:
     return f"{name_ranks(ranks, 'waits', 'wait')} in {case.describe_call(case.waiting(ranks[0])[0])}"
 
 
-def _find_absent_rank(case: StallCase) -> Finding | None:
-    """Return a finding if some ranks wait in a collective that the others never entered."""
-    absent = [rank for rank in case.ranks if not case.waiting(rank)]
+def _list_absent(case: StallCase) -> list[RankEvidence]:
+    """Return the ranks that wait in no collective, the longest silent first."""
+    return sorted((rank for rank in case.ranks if not case.waiting(rank)), key=lambda rank: -rank.quiet_s)
+
+
+def _pick_absent_rank(case: StallCase) -> RankEvidence | None:
+    """Return the rank that holds up the run: the longest silent of those that wait in no collective.
+
+    None if several ranks are all in the same phase and none waits in a collective: then nothing shows which one it is.
+    """
+    absent = _list_absent(case)
+    is_shown = len(absent) < len(case.ranks) or len({rank.phase for rank in absent}) > 1 or len(absent) == 1
+    return absent[0] if absent and is_shown else None
+
+
+def _describe_missed(case: StallCase) -> str:
+    """Return who waits for the absent rank, as the end of a sentence; empty if no rank waits in a collective."""
     inside = [rank for rank in case.ranks if case.waiting(rank)]
-    if not absent or (not inside and len(case.ranks) > 1 and len({rank.phase for rank in absent}) == 1):
+    return f"; {_describe_waiting(case, inside)}" if inside else ""
+
+
+def _find_data_wait(case: StallCase) -> Finding | None:
+    """Return a finding if the rank that holds up the run, or every rank, waits for data."""
+    absent = _list_absent(case)
+    waiting = [rank for rank in absent if rank.phase == "data_wait"]
+    rank = waiting[0] if waiting and len(waiting) == len(absent) else _pick_absent_rank(case)
+    if rank not in waiting:
         return None
-    rank = max(absent, key=lambda candidate: candidate.quiet_s)
-    missed = f"; {_describe_waiting(case, inside)}" if inside else ""
-    if rank.phase == "data_wait":
-        has_dead, has_stopped = {"zombie", "dead"} & {*rank.children}, "stopped" in rank.children
-        worker = " A worker process is dead." if has_dead else " A worker process is stopped." if has_stopped else ""
-        return case.finding(
-            "SF107",
-            f"rank {rank.rank} waits for data in step {rank.step}, {describe_line(rank)}{missed}.{worker}",
-            **_make_rank_evidence(rank),
-            children=", ".join(rank.children) or "none",
-        )
+    has_dead, has_stopped = {"zombie", "dead"} & {*rank.children}, "stopped" in rank.children
+    worker = " A worker process is dead." if has_dead else " A worker process is stopped." if has_stopped else ""
+    return case.finding(
+        "SF107",
+        f"{name_ranks(waiting, 'waits', 'wait')} for data in step {rank.step}, {describe_line(rank)}"
+        f"{_describe_missed(case)}.{worker}",
+        **_make_rank_evidence(rank),
+        children=", ".join(rank.children) or "none",
+    )
+
+
+def _find_own_lock(case: StallCase) -> Finding | None:
+    """Return a finding if the rank that holds up the run waits for a lock or a thread of its own process."""
+    rank = _pick_absent_rank(case)
+    if rank is None or rank.cpu_share >= IDLE_SHARE:
+        return None
     innermost = python_stacks.main_thread(rank.stacks)[:1]
-    is_in_lock = rank.syscall == "futex" or (innermost and innermost[0].file.endswith(LOCKS))
-    if is_in_lock and rank.cpu_share < IDLE_SHARE:
-        return case.finding(
-            "SF109",
-            f"rank {rank.rank} waits for a lock or another thread of its own, {describe_line(rank)}{missed}",
-            confidence=0.8,
-            **_make_rank_evidence(rank),
-        )
+    if rank.syscall != "futex" and not (innermost and innermost[0].file.endswith(LOCKS)):
+        return None
+    return case.finding(
+        "SF109",
+        f"rank {rank.rank} waits for a lock or another thread of its own, {describe_line(rank)}"
+        f"{_describe_missed(case)}",
+        confidence=0.8,
+        **_make_rank_evidence(rank),
+    )
+
+
+def _find_rank_behind(case: StallCase) -> Finding | None:
+    """Return a finding for the rank that holds up the run, whatever it does."""
+    rank = _pick_absent_rank(case)
+    if rank is None:
+        return None
     activity = "computes" if rank.cpu_share > BUSY_SHARE else "is blocked"
     return case.finding(
         "SF106",
-        f"rank {rank.rank} {activity} {describe_place(rank)}, {describe_line(rank)}{missed}",
+        f"rank {rank.rank} {activity} {describe_place(rank)}, {describe_line(rank)}{_describe_missed(case)}",
         "Inspect that line: the other ranks are blocked on it.",
         confidence=0.9,
         **_make_rank_evidence(rank),
@@ -238,7 +278,7 @@ def _find_hung_collective(case: StallCase) -> Finding | None:
     if not calls or not all(calls) or len(case.ranks) < case.evidence.num_ranks:
         return None
     shared = set.intersection(*calls)
-    if not shared and not all(case.is_full(call.group) for call in set.union(*calls)):
+    if not shared and not all(case.all_members_wait_in(call.group) for call in set.union(*calls)):
         return None
     call = min(shared or set.union(*calls), key=lambda collective: (collective.group, collective.number))
     unequal = _find_unequal_exchange(case, call)
@@ -303,14 +343,17 @@ def _report_unknown(case: StallCase) -> Finding:
 
 
 RULES: Sequence[Callable[[StallCase], Finding | None]] = (
-    _find_not_running,
-    _find_dead,
-    _find_stopped,
-    _find_mismatch,
-    _find_partial_completion,
-    _find_crossed_groups,
-    _find_held_gil,
-    _find_early_end,
-    _find_absent_rank,
-    _find_hung_collective,
+    _find_not_running,  # SF111
+    _find_dead,  # SF201, SF101
+    _find_stopped,  # SF102, SF103
+    _find_mismatch,  # SF104
+    _find_partial_completion,  # SF104, SF108
+    _find_crossed_groups,  # SF105
+    _find_held_gil,  # SF109
+    _find_early_end,  # SF106
+    _find_data_wait,  # SF107
+    _find_own_lock,  # SF109
+    _find_rank_behind,  # SF106
+    _find_hung_collective,  # SF108, SF104
 )
+"""The rules in their order: the first with a finding wins, so a special case stands before `_find_rank_behind`."""

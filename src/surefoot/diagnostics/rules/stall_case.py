@@ -31,7 +31,7 @@ class StallCase:
         """Return the collectives in which a rank waits."""
         return self.flights[rank.rank].waiting if rank.rank in self.flights else ()
 
-    def is_full(self, group: str) -> bool:
+    def all_members_wait_in(self, group: str) -> bool:
         """Return whether all ranks that are known to have used a group wait in it."""
         members = {number for number, flight in self.flights.items() if group in flight.last}
         inside = {rank.rank for rank in self.ranks if any(call.group == group for call in self.waiting(rank))}
@@ -40,7 +40,7 @@ class StallCase:
 
     def is_usual(self, call: str) -> bool:
         """Return whether a rank has called and finished this before."""
-        return any(call in flight.done for flight in self.flights.values())
+        return any(call in flight.num_finished for flight in self.flights.values())
 
     def finding(self, code: str, cause: str, fix: str = "", *, confidence: float = 1.0, **evidence: Any) -> Finding:
         """Return a finding whose evidence ends with the state of all ranks."""

@@ -92,7 +92,7 @@ def find_uneven_experts(flights: Mapping[int, FlightRecord], load: float) -> Fin
     arrivals = _compare_arrivals(flights) if load >= UNEVEN_LOAD else None
     if arrivals is None:
         return None
-    calls = {key: call for flight in flights.values() for key, call in flight.over.items()}
+    calls = {key: call for flight in flights.values() for key, call in flight.finished.items()}
     # With gloo the same call reduces gradients.
     of_weights = {
         group
