@@ -17,7 +17,9 @@ def contradictions(run: RunConfig, non_default: set[str]) -> Iterator[Contradict
     yield from run.contradictions(non_default)
     yield from _check_ranks(run)
     yield from _check_tuning(run, non_default)
-    yield from _check_schedule(run, non_default)
+    yield from _check_learning_rate(run, non_default)
+    yield from _check_length(run)
+    yield from _check_other_pairs(run, non_default)
 
 
 def _check_ranks(run: RunConfig) -> Iterator[Contradiction]:
@@ -105,15 +107,8 @@ def _check_json(run: RunConfig) -> Iterator[Contradiction]:
             )
 
 
-def _check_schedule(run: RunConfig, non_default: set[str]) -> Iterator[Contradiction]:
-    """Check the length of the run, its evaluation and where it resumes from."""
-    if run.compile and run.gradient_checkpointing:
-        yield Contradiction(
-            "compile and gradient_checkpointing exclude each other: routing of the first forward cannot be carried "
-            "into a compiled recomputation. Keep one",
-            "compile",
-            "gradient_checkpointing",
-        )
+def _check_learning_rate(run: RunConfig, non_default: set[str]) -> Iterator[Contradiction]:
+    """Check the settings of the learning-rate schedule."""
     if run.warmup_steps is not None and run.warmup_ratio:
         yield Contradiction(
             "warmup_steps and warmup_ratio both set the warm-up. Keep one", "warmup_steps", "warmup_ratio"
@@ -132,6 +127,10 @@ def _check_schedule(run: RunConfig, non_default: set[str]) -> Iterator[Contradic
             "warmup_ratio",
             "decay_ratio",
         )
+
+
+def _check_length(run: RunConfig) -> Iterator[Contradiction]:
+    """Check the length of the run and its evaluation."""
     if run.max_steps is not None and run.num_train_epochs is not None:
         yield Contradiction(
             "max_steps and num_train_epochs both set the length of the run. Keep one", "max_steps", "num_train_epochs"
@@ -144,6 +143,17 @@ def _check_schedule(run: RunConfig, non_default: set[str]) -> Iterator[Contradic
     if run.eval_dataset is not None and run.eval_fraction:
         yield Contradiction(
             "eval_dataset and eval_fraction both set the held-out data. Keep one", "eval_dataset", "eval_fraction"
+        )
+
+
+def _check_other_pairs(run: RunConfig, non_default: set[str]) -> Iterator[Contradiction]:
+    """Check other settings that exclude each other."""
+    if run.compile and run.gradient_checkpointing:
+        yield Contradiction(
+            "compile and gradient_checkpointing exclude each other: routing of the first forward cannot be carried "
+            "into a compiled recomputation. Keep one",
+            "compile",
+            "gradient_checkpointing",
         )
     if run.enable_thinking is not None and "enable_thinking" in run.chat_template_kwargs:
         yield Contradiction(

@@ -139,9 +139,9 @@ class MethodContext:
 class Method(ABC):
     """One method in one run: where its batches come from, its objective and its evaluation.
 
-    The trainer calls, in this order: `check_model`, `start`, `check_data` on prepared rows, `connect`, `build_objective`,
-    `load` after a checkpoint is loaded, `restore`; then for each step `batches` and `check_step`; `end` however the run
-    ends. They are collective and raise on all ranks, except `check_data` and
+    The trainer calls, in this order: `check_model`, `start`, `check_data` on prepared rows, `connect`,
+    `build_objective`, `load` after a checkpoint is loaded, `restore`; then for each step `batches` and `check_step`;
+    `end` however the run ends. They are collective and raise on all ranks, except `check_data` and
     `end`.
     """
 

@@ -52,7 +52,7 @@ def map_setting(run: ParsedRun, name: str, value: Any) -> dict[str, Any] | None:
         _map_axolotl,
         _map_data,
         _map_trained_modules,
-        _map_schedule,
+        _map_duration,
         _map_rollouts,
         _map_method_and_sharding,
     ):
@@ -86,7 +86,7 @@ def _map_axolotl(run: ParsedRun, name: str, value: Any) -> MappedSettings:
     if name == "cosine_min_lr_ratio":
         return {"min_lr_ratio": value}
     if name in ("warmup_steps", "warmup_ratio") and value is not None and parse_number(value) == 0:
-        return {"warmup_ratio": 0.0}  # explicit, because the default is not 0
+        return {"warmup_ratio": 0.0}  # explicit, because axolotl's default is not 0
     if name == "lora_target_linear":
         if not value:
             return {}
@@ -167,7 +167,7 @@ def _parse_target_modules(value: Any) -> list[str] | None:
     return None if REGEX_CHARACTERS.search("".join(names)) else [MODULE_GROUPS.get(name, name) for name in names]
 
 
-def _map_schedule(run: ParsedRun, name: str, value: Any) -> MappedSettings:
+def _map_duration(run: ParsedRun, name: str, value: Any) -> MappedSettings:
     """Map settings of duration, learning rate, checkpoints and logging."""
     if name in ("eval_strategy", "evaluation_strategy") and value in ("no", False):
         return {}  # carried with the evaluation data

@@ -49,7 +49,7 @@ CHECKS: Mapping[str, Callable[[CheckContext], Result]] = {
 }
 SLOW_CHECKS: Mapping[str, Callable[[CheckContext], Result]] = {
     "resume": slow_checks.check_resume,
-    "schedule": slow_checks.check_schedule,
+    "schedule": slow_checks.check_warmup,
     "chat template": slow_checks.check_chat_template,
     "rollout server's own": slow_checks.check_server,
 }

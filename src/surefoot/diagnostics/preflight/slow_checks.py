@@ -82,7 +82,7 @@ def _match_saved_settings(run: RunConfig, settings: Mapping[str, Any]) -> RunCon
     return run.model_copy(update={**values, **{name: settings[name] for name in automatic}})
 
 
-def check_schedule(context: CheckContext) -> Result:
+def check_warmup(context: CheckContext) -> Result:
     """Check that the learning rate reaches the end of its warm-up."""
     run = context.run
     if run is None or not run.warmup_steps or run.max_steps is None:
