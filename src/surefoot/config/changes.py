@@ -8,10 +8,8 @@ from surefoot.config.schema import MayDiffer, RunConfig
 from surefoot.errors import ConfigError
 
 
-def changed_fields(
-    saved: Mapping[str, Any], run: RunConfig, *, may_differ: MayDiffer = MayDiffer.ON_RESUME
-) -> list[str]:
-    """Return the settings that differ from a saved config and may not: `learning_rate: 0.0001 -> 0.0002`.
+def changed_fields(saved: Mapping[str, Any], run: RunConfig, *, allowed: MayDiffer = MayDiffer.ON_RESUME) -> list[str]:
+    """Return each setting that differs from a saved config, unless it is `allowed` to: `seed: 42 -> 7`.
 
     Raises: ConfigError if the saved config is not a mapping.
     """
@@ -19,9 +17,9 @@ def changed_fields(
         raise ConfigError(f"the saved config holds no settings by name, but {shorten(saved)}.")
     current = run.model_dump(mode="json")
     fields = type(run).model_fields
-    free = {name for name, field in fields.items() if may_differ in field.metadata}
+    free = {name for name, field in fields.items() if allowed in field.metadata}
     has_fixed_warmup = run.warmup_steps is not None or run.warmup_ratio == 0
-    if may_differ is MayDiffer.ON_RESUME and run.lr_scheduler_type == "constant" and has_fixed_warmup:
+    if allowed is MayDiffer.ON_RESUME and run.lr_scheduler_type == "constant" and has_fixed_warmup:
         free |= {"max_steps", "num_train_epochs"}  # the length of the run affects only its end
     # A version without a setting behaved as the default of that setting.
     before = {name: saved.get(name, field.default) for name, field in fields.items()}

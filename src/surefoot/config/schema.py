@@ -216,7 +216,7 @@ class RunConfig(BaseModel):
     warmup_ratio: float = Field(default=0.0, ge=0, le=1)
     """Share of the run spent warming up: of its steps with `max_steps`, else of its rows."""
     decay_ratio: float = Field(default=0.1, gt=0, le=1)
-    """Share of the run in which `wsd` decays, at its end; measured as `warmup_ratio` is."""
+    """Share of the run in which `wsd` decays, at its end: of its steps with `max_steps`, else of its rows."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """The learning rate at the end, as a share of the peak (linear, cosine, wsd)."""
     weight_decay: float = Field(default=0.0, ge=0)

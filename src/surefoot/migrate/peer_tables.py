@@ -132,7 +132,7 @@ UNSUPPORTED_VALUES = _index_by_name({
         "val_size val_set_size split_dataset_ratio eval_fraction",
     "they belong to functions that are not carried: write each weight with its function, {func: ..., weight: ...}":
         "reward_weights",
-    "this schedule is not available: the default is used": "lr_scheduler_type lr_scheduler",
+    "this schedule is not available: the default of its program stands instead": "lr_scheduler_type lr_scheduler",
 })  # fmt: skip
 """Peer setting -> why a value without a counterpart is left out."""
 

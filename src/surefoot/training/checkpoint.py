@@ -188,18 +188,18 @@ def _list_state_problems(values: Mapping[str, Any], method: type[Method], may_la
     yield from (f"pending: {problem}" for problem in method.problems_of_pending(values.get("pending", ())))
 
 
-def check_resumable(loaded: LoadedConfig, path: Path, saved: TrainState, begun: TrainState) -> None:
-    """Check that a run can resume from the state of a checkpoint; `begun`: the state of a run that would begin now.
+def check_resumable(loaded: LoadedConfig, path: Path, saved: TrainState, fresh: TrainState) -> None:
+    """Check that a run can resume from the state of a checkpoint; `fresh`: the state of a run that would begin now.
 
     Raises: CheckpointError for other weights or data; ConfigError if `max_steps` is below its step.
     """
-    is_beside = loaded.run.tuning == "lora" and saved.base_fingerprint
-    if is_beside and saved.base_fingerprint != begun.base_fingerprint:
+    checks_weights = loaded.run.tuning == "lora" and saved.base_fingerprint
+    if checks_weights and saved.base_fingerprint != fresh.base_fingerprint:
         raise CheckpointError(
-            f"{path} was trained beside other weights: those of {loaded.run.model} have changed. Restore them, or "
+            f"{path} was trained with other frozen weights: those of {loaded.run.model} have changed. Restore them, or "
             f"start a new run in another output_dir ({loaded.where('model')})."
         )
-    if saved.data_fingerprint != begun.data_fingerprint:
+    if saved.data_fingerprint != fresh.data_fingerprint:
         files = ", ".join(item.path for item in loaded.run.dataset)
         raise CheckpointError(
             f"{path} was trained on other data: the rows of {files} or how they are rendered have changed "

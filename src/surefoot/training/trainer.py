@@ -169,7 +169,7 @@ def _agree_on_config(loaded: LoadedConfig, ranks: World) -> None:
     first = ranks.broadcast_from_rank0(lambda: config.model_dump(mode="json"))
 
     def check() -> None:
-        differing = changed_fields(first, config, may_differ=MayDiffer.BETWEEN_RANKS)
+        differing = changed_fields(first, config, allowed=MayDiffer.BETWEEN_RANKS)
         if differing:
             raise ConfigError(
                 f"the config of this rank is not that of rank 0: {'; '.join(differing)}. One run has one config: give "
