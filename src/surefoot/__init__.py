@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from surefoot.system.process import is_rank, launcher_number
+from surefoot.system.process import is_rank, launcher_number, without_garbage_collection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -50,8 +50,9 @@ def train_loaded(loaded: "LoadedConfig", *, screen: bool = True) -> "RunResult":
             from surefoot.launch.multi_rank import train_launched
 
             return train_launched(loaded, screen=screen)
-        from surefoot.diagnostics.monitor.observers import rank_observers
-        from surefoot.training.trainer import train as run
+        with without_garbage_collection():
+            from surefoot.diagnostics.monitor.observers import rank_observers
+            from surefoot.training.trainer import train as run
 
         rank = launcher_number("RANK")
         return run(loaded, rank_observers(loaded.run.run_folder, rank) if loaded.run.health else [], screen=screen)

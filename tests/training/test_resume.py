@@ -174,7 +174,7 @@ def test_an_adapter_does_not_go_on_beside_other_weights(settings: dict[str, Any]
     (path,) = model.glob("*.safetensors")
     weights = load_file(path)
     save_file({name: value * 1.5 for name, value in weights.items()}, path, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match="step-00000001 .*other weights: .*/model "):
+    with pytest.raises(CheckpointError, match="step-00000001 .*other frozen weights: .*/model "):
         surefoot.train(settings, max_steps=2, screen=False)
     save_file(weights, path, metadata={"format": "pt"})
     assert surefoot.train(settings, max_steps=2, screen=False).steps == 2

@@ -11,14 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from surefoot.config import LoadedConfig
-from surefoot.diagnostics.monitor.observers import rank_observers
-from surefoot.diagnostics.selftest.launch import run_rank
 from surefoot.distributed import rank_notes
 from surefoot.distributed.elastic_launch import SEEN_WITHIN_S
 from surefoot.errors import InputError, SurefootError
 from surefoot.system.console import protect_streams
-from surefoot.system.process import end_with_parent, handle_stop_signals, leave
-from surefoot.training.trainer import train
+from surefoot.system.process import end_with_parent, handle_stop_signals, leave, without_garbage_collection
 
 
 def main() -> int:
@@ -37,9 +34,15 @@ def main() -> int:
     try:
         rank_notes.note_process()
         if "self_test" in job:
+            from surefoot.diagnostics.selftest.launch import run_rank
+
             run_rank(job["self_test"])
             rank_notes.note_end()
             return 0
+        with without_garbage_collection():
+            from surefoot.diagnostics.monitor.observers import rank_observers
+            from surefoot.training.trainer import train
+
         loaded = LoadedConfig.from_json(job)
         if rank_notes.was_begun(loaded.run.run_folder):  # a restart: go on from the checkpoints of the attempt before
             changes = {"overwrite_output_dir": False, "resume_from_checkpoint": "auto"}
