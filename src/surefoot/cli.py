@@ -164,8 +164,8 @@ def _add_model_verbs(verbs: "argparse._SubParsersAction[_Parser]") -> None:
     chat = verbs.add_parser("chat", help="chat with a model, or answer one prompt")
     chat.add_argument("model", help="a run folder, a model folder, a hub id or pypi:name==version")
     chat.add_argument("--adapter", help="a PEFT adapter folder to load into the model")
-    chat.add_argument("--prompt", help="answer this prompt and exit")
-    chat.add_argument("--system", help="the system message")
+    chat.add_argument("--prompt", type=_as_utf8, help="answer this prompt and exit")
+    chat.add_argument("--system", type=_as_utf8, help="the system message")
     chat.add_argument("--max-new-tokens", type=int, default=256)
     chat.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     chat.add_argument("--json", action="store_true")
@@ -374,8 +374,7 @@ def _as_utf8(text: str) -> str:
 
 def _run_chat(arguments: argparse.Namespace) -> int:
     model, tokenizer = surefoot.load(arguments.model, arguments.adapter)
-    system = _as_utf8(arguments.system or "")
-    turns: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+    turns: list[dict[str, str]] = [{"role": "system", "content": arguments.system}] if arguments.system else []
 
     def answer(text: str) -> str:
         turns.append({"role": "user", "content": text})
@@ -386,9 +385,8 @@ def _run_chat(arguments: argparse.Namespace) -> int:
         return reply
 
     if arguments.prompt is not None:
-        prompt = _as_utf8(arguments.prompt)
-        reply = answer(prompt)
-        _show({"prompt": prompt, "completion": reply}, reply, as_json=arguments.json)
+        reply = answer(arguments.prompt)
+        _show({"prompt": arguments.prompt, "completion": reply}, reply, as_json=arguments.json)
         return DONE
     say("Type a message; an empty line or Ctrl-D ends.")
     while True:

@@ -15,8 +15,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -27,19 +26,9 @@ from surefoot.models.build import BuiltModel
 from surefoot.models.experts import is_fused_experts
 from surefoot.models.vision import vision_tower
 from surefoot.planner.expert_dispatch import Exchange, exchanged_bytes
+from surefoot.planner.op_costs import ATTEND, ATTENTION_OPS, count_flops, count_moved_bytes, list_tensors
 
 ATTENTION = "surefoot_plan"
-ATTEND = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-ATTEND_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-aten = torch.ops.aten
-RESERVING = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
-"""Ops that neither read nor write the memory that they return."""
-PICKING = {aten.embedding, aten.index, aten.index_select, aten.gather}
-"""Ops that read as much of a table as they return."""
-OVERWRITING = {aten.copy_, aten.fill_, aten.zero_}
-"""Ops that do not read what they write."""
-
-
 Moment = tuple[int, int, int]
 """Bytes that are alive at once: (all tensors but gradients, unsharded gradients, logits among the former)."""
 
@@ -138,17 +127,12 @@ class _LiveTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        tree_map_only(Tensor, self._track_tensor, output)
-        if func is ATTEND:
-            is_causal = len(args) > 4 and args[4]  # args omit defaults
-            self.flops += sdpa_flop_count(*(tensor.shape for tensor in args[:3])) // (2 if is_causal else 1)
-        elif func is ATTEND_BACKWARD:  # five matrix products; the forward has two
-            is_causal = args[7]
-            self.flops += sdpa_flop_count(*(tensor.shape for tensor in args[1:4])) * 5 // (4 if is_causal else 2)
-        elif func.overloadpacket in flop_registry:
-            self.flops += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=output)
+        for tensor in list_tensors(output):
+            self._track_tensor(tensor)
+        if func in ATTENTION_OPS or func.overloadpacket in flop_registry:
+            self.flops += count_flops(func, args, kwargs or {}, output)
         elif not func.is_view:
-            self.moved += _count_moved_bytes(func, (args, kwargs), output)
+            self.moved += count_moved_bytes(func, (args, kwargs), output)
         return output
 
     def begin_pass(self) -> None:
@@ -216,17 +200,6 @@ class _LiveTensors(TorchDispatchMode):
     def _subtract(self, size: int, kind: str) -> None:
         self.now -= size
         self.by_kind[kind] -= size
-
-
-def _count_moved_bytes(func: Any, args: Any, output: Any) -> int:
-    """Count the bytes that an op reads and writes."""
-    written = sum(tensor.nbytes for tensor in tree_leaves(output) if isinstance(tensor, Tensor))
-    if not written or func.overloadpacket in RESERVING:  # no output tensor: a query, such as of a device
-        return 0
-    read = sum(tensor.nbytes for tensor in tree_leaves(args) if isinstance(tensor, Tensor))
-    if func.overloadpacket in OVERWRITING:
-        return read
-    return written + (min(read, written) if func.overloadpacket in PICKING else read)
 
 
 class _FlashAttention:

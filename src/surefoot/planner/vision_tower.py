@@ -18,7 +18,7 @@ from surefoot.data.conversation import TEXT_BESIDE_IMAGES_TOKENS
 from surefoot.data.image_processor import Vision, limits_of, load_processor
 from surefoot.models.build import BuiltModel, load_config
 from surefoot.models.vision import vision_tower
-from surefoot.planner.trace import ATTEND
+from surefoot.planner.op_costs import ATTEND
 
 ATTENTION = "surefoot_plan_flash"
 """Name of the attention. transformers passes a batch's patches as one sequence, with lengths, to names with "flash"."""
