@@ -279,10 +279,9 @@ def test_a_reward_has_the_deadline_of_the_settings(grpo: dict[str, Any], tmp_pat
 
 @pytest.mark.matrix
 def test_completions_that_cannot_be_written_end_all_ranks(grpo: dict[str, Any], tmp_path: Path) -> None:
-    grpo["lr_scheduler_type"] = "constant"
-    surefoot.train(grpo, max_steps=1, screen=False)
-    (tmp_path / "run/completions.jsonl").unlink()
-    (tmp_path / "run/completions.jsonl").mkdir()  # which can no more be written to than a full disk
+    file = tmp_path / "run/completions.jsonl"
+    body = f"    import os\n    os.makedirs({str(file)!r}, exist_ok=True)\n    return [1.0 for _ in completions]"
+    grpo["reward_funcs"] = [reward_file(tmp_path, body)]  # a folder can no more be written to than a full disk
     (tmp_path / "run.json").write_text(json.dumps({**grpo, "nproc_per_node": 2}))
     done = command("train", str(tmp_path / "run.json"), timeout_s=60)
     assert done.returncode == 1, done.stderr
