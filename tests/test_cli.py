@@ -187,6 +187,7 @@ def test_bad_rows_end_with_status_2(tmp_path: Path, settings: dict[str, Any], ki
         ({"lora_rank": "big"}, r"lora_rank='big': .*\(run\.yaml:\d+\)"),
         ({"model": "./nowhere"}, r"/nowhere: .*\(run\.yaml:\d+\)"),
         ({"dataset": "nowhere.jsonl"}, r"/nowhere\.jsonl .*\(run\.yaml:\d+\)"),
+        ({"nproc_per_node": 10000, "preflight": False}, r"nproc_per_node=10000 .*\(run\.yaml:\d+\)"),
         ({"target_modules": ["q_prj"]}, r"'q_prj' .*Qwen2MoeForCausalLM.* q_proj"),
         ({"max_length": 50}, r"max_length=50\b.*train\.jsonl:\d+"),
     ],

@@ -1,5 +1,6 @@
 """Training on several ranks: start them, wait for them, and write the run's end if no rank could."""
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,11 +14,13 @@ from surefoot.diagnostics.monitor.explain import explain_death, history_since
 from surefoot.distributed.elastic_launch import launch
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.distributed.rank_notes import RankFailure
-from surefoot.errors import StoppedOnFinding, SurefootError
+from surefoot.errors import ConfigError, StoppedOnFinding, SurefootError
 from surefoot.findings import Finding
 from surefoot.launch.watcher import was_written_since
 from surefoot.system.console import say
 from surefoot.training.run_summary import METRICS, SUMMARY, FindingLog, RunResult, read_result, write_end
+
+MOST_RANKS_PER_CORE = 16
 
 
 def train_launched(loaded: LoadedConfig, *, screen: bool) -> RunResult:
@@ -27,7 +30,15 @@ def train_launched(loaded: LoadedConfig, *, screen: bool) -> RunResult:
     """
     folder = loaded.run.run_folder
     size = loaded.run.nproc_per_node * loaded.run.nnodes
-    Layout.of(resolve(loaded, size).run, size, loaded.where)  # refused here, before ranks are started
+    run = resolve(loaded, size).run  # refused here, before ranks are started
+    Layout.of(run, size, loaded.where)
+    cores = len(os.sched_getaffinity(0))
+    if run.device == "cpu" and run.nproc_per_node > MOST_RANKS_PER_CORE * cores:
+        raise ConfigError(
+            f"nproc_per_node={run.nproc_per_node} on a machine with {cores} CPU cores: the ranks would fill its memory "
+            f"with copies of Python and torch, and wait for each other. Give at most {MOST_RANKS_PER_CORE * cores} "
+            f"({loaded.where('nproc_per_node')})."
+        )
     began_s = time.time()
     restarts: list[Finding] = []
     log = FindingLog.of(loaded.run)
