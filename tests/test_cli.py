@@ -95,13 +95,18 @@ def test_train_export_and_chat(tmp_path: Path, settings: dict[str, Any], here: H
         assert named in refused.stderr
     talk = subprocess.run(
         [sys.executable, "-m", "surefoot", "chat", settings["output_dir"], "--max-new-tokens", "3"],
-        input="one\ntwo\n\n",
+        input=b"one\ncaf\xe9\n\n",
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
         capture_output=True,
-        text=True,
         timeout=120,
     )
-    assert talk.returncode == 0
-    assert talk.stdout.count("> ") == 3
+    assert talk.returncode == 0, talk.stderr
+    assert talk.stdout.count(b"> ") == 3
+    (tmp_path / "project").mkdir()
+    config_file(tmp_path / "project", settings)
+    for refused in (here("chat", str(tmp_path / "project")), here("export", str(tmp_path / "project"), "copy")):
+        assert refused.returncode == 2
+        assert refused.stderr.count("\n") == 1, "a config of a user's own is no run"
 
 
 def test_a_folder_that_was_deleted_meanwhile_is_named(tmp_path: Path) -> None:
@@ -142,16 +147,19 @@ def test_a_pipe_in_the_place_of_a_file_of_the_run_is_not_waited_for(
 ) -> None:
     train(settings | {"max_steps": 1})
     run = Path(settings["output_dir"])
-    for name in ("run.yaml", "metrics.jsonl"):
+    for name in ("run.yaml", "metrics.jsonl", "adapter/adapter_model.safetensors"):
         (run / name).unlink()
         os.mkfifo(run / name)
+    (run / "events").mkdir(exist_ok=True)
+    (run / "events/rank-0.ring").unlink(missing_ok=True)
+    os.mkfifo(run / "events/rank-0.ring")
     arguments = {
         "export": ["export", str(run), str(tmp_path / "copy")],
         "watch": ["watch", str(run), "--once"],
         "train": ["train", config_file(tmp_path, settings)],
     }
     ended = surefoot(*arguments[verb])
-    assert ended.returncode == {"export": 0, "watch": 0, "train": 2}[verb], ended.stderr
+    assert ended.returncode == {"export": 2, "watch": 0, "train": 2}[verb], ended.stderr
     assert verb != "train" or "metrics.jsonl, run.yaml" in ended.stderr
 
 

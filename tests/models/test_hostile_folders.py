@@ -184,6 +184,23 @@ def test_a_tokenizer_that_multiplies_texts_is_refused_before_it_is_read(
         load_tokenizer(folder)
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"post_processor": {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 1000,
+                             "pair": [], "special_tokens": {}}}, "post_processor makes 1000 parts"),
+        ({"added_tokens": [{"id": 3, "content": "a" * 20_000, "single_word": False, "lstrip": False, "rstrip": False,
+                            "normalized": False, "special": True}]}, "added token has 20000 characters"),
+    ],
+)  # fmt: skip
+def test_a_tokenizer_with_parts_without_bound_is_refused_before_it_is_read(
+    folder: Path, values: dict[str, Any], message: str
+) -> None:
+    change(folder / "tokenizer.json", **values)
+    with pytest.raises(ModelError, match=message):
+        load_tokenizer(folder)
+
+
 def test_replacements_of_ordinary_tokenizers_are_read(folder: Path) -> None:
     steps = [
         {"type": "Prepend", "prepend": "_"},

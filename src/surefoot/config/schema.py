@@ -146,7 +146,7 @@ class RunConfig(BaseModel):
     """Held-out data, evaluated every `eval_steps` and at the end: its loss, or its rewards. Same forms as `dataset`."""
     eval_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Share of `dataset` to hold out instead. Equal samples always fall on the same side, whatever their order."""
-    dataset_num_proc: Free[int | None] = Field(default=None, ge=0)
+    dataset_num_proc: Free[int | None] = Field(default=None, ge=0, le=256)
     """Worker processes that render and tokenise; 0 uses the main process. Default: one per CPU core, at most 16."""
     chat_template: str | None = None
     """Jinja file to use instead of the tokenizer's own chat template."""

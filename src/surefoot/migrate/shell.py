@@ -27,7 +27,7 @@ OUTPUT_FILE = re.compile(r"(?:(?<![0-9&])>>?\s*|\btee\s+(?:-a\s+)?)([\w./-]+)")
 LINE_CONTINUATION = re.compile(r"\\[ \t\r]*(?:\n|$)")
 REDIRECTION = re.compile(r"(?:(?<!\S)\d+)?(?:<<<|&>>|&>|>>|>\||>&|<&|[<>])\s*[^\s;|&()<>]*")
 SEPARATOR = re.compile(r"(\|\||&&|[;|&()\n])")
-VARIABLE = re.compile(r"\$(?:\{(?P<name>\w+)(?::?[-=](?P<otherwise>[^}]*))?\}|(?P<plain>[A-Za-z_]\w*))")
+VARIABLE = re.compile(r"\$(?:\{(?P<name>\w+)(?::?[-=](?P<otherwise>[^}]{0,1000}))?\}|(?P<plain>[A-Za-z_]\w*))")
 """`$NAME`, `${NAME}` or `${NAME:-default}`."""
 ARRAY_EXPANSION = re.compile(r"\"?\$\{(\w+)\[[@*]\]\}\"?")
 """`${NAME[@]}`: all words of an array."""

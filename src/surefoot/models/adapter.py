@@ -206,6 +206,8 @@ def load_adapter_files(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]
         raise ModelError(f"{needs} ({error})") from error
     check_kind(config, path)
     _check_types(config, path)
+    if weights.exists() and not weights.is_file():  # opening a pipe would wait for its other end
+        raise ModelError(f"{needs} ({weights} is not a file).")
     try:
         return config, load_file(weights)
     except (OSError, ValueError, SafetensorError) as error:

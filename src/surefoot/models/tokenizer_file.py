@@ -11,6 +11,7 @@ from surefoot.models.resolve_model import read_json_object
 
 MOST_GROWTH = 100
 """Times that a tokenizer may lengthen a text before it cuts it into tokens. The usual ones keep its length."""
+MOST_TOKEN_CHARACTERS = 10_000
 
 
 def check_tokenizer_file(folder: Path) -> None:
@@ -31,6 +32,21 @@ def check_tokenizer_file(folder: Path) -> None:
                     f"{path}: its {part} replaces text by longer text again and again, over {MOST_GROWTH} times as "
                     "long in the end, which would fill the memory. Take the tokenizer of the model's release."
                 )
+    post_processor = content.get("post_processor")
+    single = post_processor.get("single") if isinstance(post_processor, dict) else None
+    added = content.get("added_tokens")
+    names = [token.get("content") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    longest = max((len(name) for name in names if isinstance(name, str)), default=0)
+    if isinstance(single, list) and len(single) > MOST_GROWTH:
+        raise ModelError(
+            f"{path}: its post_processor makes {len(single)} parts of each text, more than {MOST_GROWTH}, which would "
+            "fill the memory. Take the tokenizer of the model's release."
+        )
+    if longest > MOST_TOKEN_CHARACTERS:
+        raise ModelError(
+            f"{path}: an added token has {longest} characters, more than {MOST_TOKEN_CHARACTERS}, which would fill the "
+            "memory. Take the tokenizer of the model's release."
+        )
     model = content.get("model")
     dropout = model.get("dropout") if isinstance(model, dict) else None
     if dropout:

@@ -53,6 +53,8 @@ def protect_streams() -> None:
             continue
         if mode == "r":
             sys.stdin = stream or open(number, encoding="utf-8", closefd=False)  # noqa: SIM115 - stays open
+            if isinstance(sys.stdin, io.TextIOWrapper):
+                sys.stdin.reconfigure(errors="replace")  # what a terminal or a pipe sends need not be text
             continue
         output = io.BufferedWriter(_Output(number, "w", closefd=False))
         encoding = stream.encoding if stream is not None else "utf-8"

@@ -123,7 +123,11 @@ def _read_config(run: Path) -> RunConfig:
     try:
         return read_saved(saved)
     except (ConfigError, ValueError) as error:
-        raise ModelError(f"{run} holds settings that this Surefoot does not know: {error}") from error
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(
+            f"{run}/run.yaml was written by hand or by another version, not by a run of this one ({reason}). Give the "
+            "output_dir of a run, a model folder or an adapter folder."
+        ) from error
 
 
 def _find_checkpoint(run: Path, step: int | None) -> Path:

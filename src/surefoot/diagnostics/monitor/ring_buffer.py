@@ -115,6 +115,8 @@ class RingReader:
     """A reader of a ring during or after its writing. Raises: RingError for a file that is no ring."""
 
     def __init__(self, path: Path) -> None:
+        if path.exists() and not path.is_file():  # opening a pipe would wait for its other end
+            raise RingError(f"{path} is not a file")
         try:
             with open(path, "rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -55,7 +55,7 @@ class GrpoConfig(RolloutConfig):
     """A weight for each of `reward_funcs`, in their order, instead of their own `weight`."""
     reward_timeout_s: Free[float] = Field(default=60.0, gt=0)
     """Seconds that a reward function may take for one group; a slower call is ended, and its completions are masked."""
-    reward_num_proc: Free[int] = Field(default=1, gt=0)
+    reward_num_proc: Free[int] = Field(default=1, gt=0, le=256)
     """Worker processes of each rank for reward functions."""
     loss_type: Literal["grpo", "dapo", "dr_grpo", "bnpo", "gspo", "cispo"] = "dapo"
     """How a token's ratio and advantage become a loss, and what the loss is averaged over. See docs/grpo.md."""
