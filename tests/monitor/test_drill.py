@@ -43,11 +43,13 @@ def test_settings_that_make_no_run_are_no_fault_that_was_missed() -> None:
 def test_a_fault_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match="nonsense.*: killed"):
         next(drill(["nonsense"]))
+    with pytest.raises(ConfigError, match="device='tpu'"):
+        next(drill(["killed"], overrides=["device=tpu"]))
 
 
 def test_a_rank_outside_of_a_drill_imports_no_faults() -> None:
     code = (
-        "import sys; import surefoot.launch.rank_process, surefoot.diagnostics.monitor.observers; "
+        "import sys; import surefoot.launch.rank_process, surefoot.training.trainer, surefoot.diagnostics.monitor.observers; "
         "print('surefoot.diagnostics.fault_injection' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -88,7 +88,9 @@ def drill(kinds: Sequence[str] = (), *, seeds: int = 1, overrides: Sequence[str]
     chosen = kinds or possible
     with tempfile.TemporaryDirectory(prefix="surefoot-drill-") as name:
         settings = write_job(Path(name)) | {"nproc_per_node": 2}
-        ranks = load_config(None, overrides, settings | {"output_dir": name}).run.nproc_per_node
+        overridden = {text.partition("=")[0].lstrip("-") for text in overrides}
+        values = {key: value for key, value in (settings | {"output_dir": name}).items() if key not in overridden}
+        ranks = load_config(None, overrides, values).run.nproc_per_node  # invalid overrides are refused here
         runs = {
             (kind, seed): partial(strike, kind, settings, Path(name, f"{kind}-{seed}"), seed, overrides, ranks=ranks)
             for seed in range(seeds)
