@@ -49,7 +49,8 @@ def test_a_fault_that_does_not_exist_is_refused() -> None:
 
 def test_a_rank_outside_of_a_drill_imports_no_faults() -> None:
     code = (
-        "import sys; import surefoot.launch.rank_process, surefoot.training.trainer, surefoot.diagnostics.monitor.observers; "
+        "import sys; import surefoot.launch.rank_process, surefoot.training.trainer; "
+        "import surefoot.diagnostics.monitor.observers; "
         "print('surefoot.diagnostics.fault_injection' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
