@@ -368,7 +368,7 @@ def _run_upcycle(arguments: argparse.Namespace) -> None:
 
 
 def _as_utf8(text: str) -> str:
-    """Return a text of the terminal with question marks for bytes that are not UTF-8."""
+    """Return an argument with question marks for bytes that are not UTF-8."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -391,7 +391,7 @@ def _run_chat(arguments: argparse.Namespace) -> int:
     say("Type a message; an empty line or Ctrl-D ends.")
     while True:
         try:
-            text = _as_utf8(input("> ").strip())
+            text = input("> ").strip()
         except EOFError:
             return DONE
         if not text:

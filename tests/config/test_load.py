@@ -109,6 +109,7 @@ def test_peers_names_and_values(tmp_path: Path, text: str, field: str, value: An
         ("lora_rank: -8\n", r"lora_rank=-8: .* 0 \(run\.yaml:4\)"),
         ("max_length: 0\n", r"max_length=0"),
         ("max_length: 1099511627776\n", r"max_length=1099511627776: .*\(run\.yaml:4\)"),
+        ("dataset_num_proc: 100000\n", r"dataset_num_proc=100000: .*\(run\.yaml:4\)"),
         ("lora_rank: 1000000000\n", r"lora_rank=1000000000: .*\(run\.yaml:4\)"),
         ("lora_alpha: 1.0e+308\n", r"lora_alpha=1e\+308: .*\(run\.yaml:4\)"),
         ("chat_template_date: '2024-02-30'\n", r"chat_template_date='2024-02-30': .*\(run\.yaml:4\)"),

@@ -111,3 +111,9 @@ def test_large_scripts_are_read_in_their_time_and_doubled_variables_are_refused(
 def test_quotes_that_do_not_end_are_an_error() -> None:
     with pytest.raises(ValueError, match="quotation"):
         list(parse_commands("run 'a\n"))
+
+
+def test_a_command_longer_than_any_is_refused_and_defaults_without_end_are_read() -> None:
+    with pytest.raises(ValueError, match="command of more than"):
+        list(parse_commands("swift sft --model " + "a" * 300_000))
+    assert list(parse_commands("swift sft --model " + "${a:-" * 20_000))

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,29 +24,9 @@ def check_tokenizer_file(folder: Path) -> None:
     if not path.is_file():
         return
     content = read_json_object(path)
-    for part in ("normalizer", "pre_tokenizer", "decoder"):
-        growth = 1.0
-        for step in _list_steps(content.get(part)):
-            growth *= _growth_of(step)
-            if growth > MOST_GROWTH:
-                raise ModelError(
-                    f"{path}: its {part} replaces text by longer text again and again, over {MOST_GROWTH} times as "
-                    "long in the end, which would fill the memory. Take the tokenizer of the model's release."
-                )
-    post_processor = content.get("post_processor")
-    single = post_processor.get("single") if isinstance(post_processor, dict) else None
-    added = content.get("added_tokens")
-    names = [token.get("content") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
-    longest = max((len(name) for name in names if isinstance(name, str)), default=0)
-    if isinstance(single, list) and len(single) > MOST_GROWTH:
+    for excess in _list_excesses(content):
         raise ModelError(
-            f"{path}: its post_processor makes {len(single)} parts of each text, more than {MOST_GROWTH}, which would "
-            "fill the memory. Take the tokenizer of the model's release."
-        )
-    if longest > MOST_TOKEN_CHARACTERS:
-        raise ModelError(
-            f"{path}: an added token has {longest} characters, more than {MOST_TOKEN_CHARACTERS}, which would fill the "
-            "memory. Take the tokenizer of the model's release."
+            f"{path}: {excess}, which would fill the memory. Take the tokenizer.json of the model's release."
         )
     model = content.get("model")
     dropout = model.get("dropout") if isinstance(model, dict) else None
@@ -54,6 +35,22 @@ def check_tokenizer_file(folder: Path) -> None:
             f"{path}: dropout={shorten(dropout)} of its model cuts equal texts into other tokens each time, so no run "
             "could be repeated. Set it to null."
         )
+
+
+def _list_excesses(content: dict[str, Any]) -> Iterator[str]:
+    """Yield what a tokenizer.json has more of than any text needs."""
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        growth = prod(map(_growth_of, _list_steps(content.get(part))))
+        if growth > MOST_GROWTH:
+            yield f"its {part} makes a text {growth:.0e} times as long, more than {MOST_GROWTH}"
+    post_processor, added = content.get("post_processor"), content.get("added_tokens")
+    single = post_processor.get("single") if isinstance(post_processor, dict) else None
+    if isinstance(single, list) and len(single) > MOST_GROWTH:
+        yield f"its post_processor makes {len(single)} parts of each text, more than {MOST_GROWTH}"
+    for token in added if isinstance(added, list) else []:
+        name = token.get("content") if isinstance(token, dict) else None
+        if isinstance(name, str) and len(name) > MOST_TOKEN_CHARACTERS:
+            yield f"an added token has {len(name)} characters, more than {MOST_TOKEN_CHARACTERS}"
 
 
 def _list_steps(content: Any) -> Iterator[dict[str, Any]]:
