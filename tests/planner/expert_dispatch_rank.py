@@ -60,14 +60,18 @@ with init_distributed("cpu") as ranks:
         batch.position_ids,
         batch.target_positions,
     ]
-    live = _LiveTensors([getattr(tensor, "_local_tensor", tensor) for tensor in excluded])
-    exchanged_bytes[0] = 0
-    with live:
-        loss = objective.loss(batch, totals).total
-        saved = live.now
-        forward_bytes = exchanged_bytes[0]
-        loss.backward()
-    if ranks.is_first:
+    measured = []
+    for _ in range(5):
+        live = _LiveTensors([getattr(tensor, "_local_tensor", tensor) for tensor in excluded])
+        exchanged_bytes[0] = 0
+        with live:
+            loss = objective.loss(batch, totals).total
+            saved = live.now
+            forward_bytes = exchanged_bytes[0]
+            loss.backward()
         peak = max(moment[0] for moment in (*live.forward_moments(), *live.backward_moments()))
-        print(saved, peak, forward_bytes)
+        measured.append((saved, peak, forward_bytes))
+    if ranks.is_first:
+        # Gloo's threads may hold the rows of an exchange for a moment after it ended, so the least is what stays.
+        print(*(min(one) for one in zip(*measured, strict=True)))
 leave(0)
