@@ -11,16 +11,17 @@ demo: $(VENV)/.run
 
 # Two files of tests at a time: many tests wait for processes. One thread each, or they would wait for each other. In the
 # order of their names: by their number of tests, the files that take longest would come last.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not matrix and not campaign and not vllm" \
-		-n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not matrix and not campaign and not vllm"
 
 # Random examples for ten minutes; a failure prints the seed, which SUREFOOT_FUZZ_SEED repeats.
 fuzz: $(VENV)/.dev
 	SUREFOOT_FUZZ_S=$${SUREFOOT_FUZZ_S:-600} OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m fuzz tests/fuzz
 
 test-matrix: $(VENV)/.dev
-	$(BIN)/python -m pytest -m matrix
+	$(PYTEST) -m matrix
 
 # With a real vLLM server, which has a virtual environment of its own: it wants another transformers.
 test-vllm: $(VENV)/.dev .venv-vllm/.done

@@ -52,6 +52,28 @@ def test_help_loads_no_torch() -> None:
     assert all(verb in shown.stdout for verb in ("train", "export", "chat", "upcycle", "settings"))
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train", "no.yaml"),
+        ("plan", "no.yaml"),
+        ("plan", "r.yaml", "price=x"),
+        ("data", "r.yaml"),
+        ("doctor", "r.yaml"),
+        ("chat", "./no"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_refused_before_torch_is_imported(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "r.yaml").write_text("model: .\ndataset: .\noutput_dir: run\nlora_rank: eight\n")
+    code = "import sys, surefoot.cli as cli; print(cli.main(sys.argv[1:]), 'torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == ["2", "False"], done.stderr
+
+
 def test_settings_are_listed() -> None:
     schema = json.loads(surefoot("settings", "--json").stdout)
     assert schema["seed"]["default"] == 42

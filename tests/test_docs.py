@@ -1,5 +1,6 @@
 """What the docs say of the repository is there: files, links, codes, tests."""
 
+import json
 import os
 import re
 import runpy
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import surefoot
 from surefoot.diagnostics.fault_injection import FAULTS
 from surefoot.findings import CATALOGUE
 from surefoot.migrate.convert import convert
@@ -109,7 +111,7 @@ def test_an_imported_run_is_what_the_page_shows(page: Path, tmp_path: Path, monk
 
 @pytest.mark.matrix
 def test_the_lesson_works_when_typed(tmp_path: Path) -> None:
-    """All its commands but those that install."""
+    """All its commands but those that install; then its model has learned, and answers in JSON."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     commands = [line for line in commands_of("docs/get-started.md") if not line.startswith(("python3 -m venv", "pip "))]
     assert len(commands) == 5
@@ -119,4 +121,9 @@ def test_the_lesson_works_when_typed(tmp_path: Path) -> None:
             ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
         )
         assert done.returncode == 0, f"{command}\n{done.stderr}"
-    assert (tmp_path / "demo" / "merged" / "config.json").is_file()
+    lines = [json.loads(line) for line in (tmp_path / "runs/orders-dense-lora/metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["loss"] > 1.5
+    assert [line["eval_loss"] for line in lines if "eval_loss" in line][-1] < 0.3
+    row = json.loads((tmp_path / "demo/dev.jsonl").read_text().splitlines()[0])["messages"]
+    answer = surefoot.complete(*surefoot.load(tmp_path / "demo/merged"), [row[:-1]], max_new_tokens=40)[0]
+    assert json.loads(answer).keys() == {"item", "n", "size", "extra"}

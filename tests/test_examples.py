@@ -79,29 +79,6 @@ def test_upcycled_real_model_computes_what_the_dense_one_does(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.matrix
-def test_an_example_trains_the_real_model(orders: dict[str, Any], tmp_path: Path) -> None:
-    """Six packed steps of LoRA on the dense model: it learns, and it answers in JSON."""
-    train, dev = orders["write"](tmp_path)
-    dev.write_text("".join(dev.read_text().splitlines(keepends=True)[:12]))
-    result = surefoot.train(
-        ROOT / "examples" / "orders-dense-lora.yaml",
-        screen=False,
-        dataset=train,
-        eval_dataset=dev,
-        output_dir=tmp_path / "run",
-        max_steps=6,
-    )
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert lines[0]["loss"] > 1.5
-    assert lines[-1]["eval_loss"] < 0.3
-    model, tokenizer = surefoot.load(result.run_folder)
-    row = json.loads(dev.read_text().splitlines()[0])["messages"]
-    answer = surefoot.complete(model, tokenizer, [row[:-1]], max_new_tokens=40)[0]
-    assert json.loads(answer).keys() == {"item", "n", "size", "extra"}
-
-
-@pytest.mark.slow
-@pytest.mark.matrix
 def test_rewards_teach_a_small_model_to_count_what_it_sees(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples" / "pictures.py"), str(tmp_path / "pictures")]
     subprocess.run(command, check=True, timeout=300, capture_output=True)

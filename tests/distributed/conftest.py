@@ -76,10 +76,9 @@ def run_on(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, Sequence[
     def run(num_ranks: int, jobs: Sequence[dict[str, Any]]) -> None:
         file = folder / f"{len(list(folder.iterdir()))}.json"
         file.write_text(json.dumps(jobs))
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
         done = subprocess.run(
-            [sys.executable, *(launcher if num_ranks > 1 else []), str(WORKER), str(file)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            [sys.executable, str(WORKER), str(file), str(num_ranks)],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
             capture_output=True,
             text=True,
             timeout=60 + 15 * num_ranks + 12 * len(jobs),

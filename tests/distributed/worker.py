@@ -1,7 +1,7 @@
-"""One rank of many runs, one after the other, in one process: `worker.py JOBS.json`, alone or under torchrun.
+"""Many runs, one after the other, on ranks that are started once: `worker.py JOBS.json NUM_RANKS`.
 
 A job is the settings of a run. With `reshard_to`, its checkpoint is loaded on these ranks and saved again there. After
-a run, process_groups.txt in its folder says how many process groups this process is in.
+a run, process_groups.txt in its folder says how many process groups a rank is in.
 """
 
 import json
@@ -16,11 +16,12 @@ import surefoot
 from surefoot.config import load_config
 from surefoot.config.resolve import resolve
 from surefoot.distributed.process_group import World, init_distributed
-from surefoot.launch.rank_process import leave
+from surefoot.system.process import leave
 from surefoot.training.async_checkpoint import Saver
 from surefoot.training.phases import Phases
 from surefoot.training.run_dir import Resume
 from surefoot.training.trainer import _assemble, _open, _Run
+from tests.support.ranks import leave_after
 
 
 def reshard(settings: dict[str, Any], target: str, ranks: World) -> None:
@@ -37,14 +38,20 @@ def reshard(settings: dict[str, Any], target: str, ranks: World) -> None:
     saver.wait()
 
 
-with init_distributed("cpu") as ranks:
-    for settings in json.loads(Path(sys.argv[1]).read_text()):
-        target = settings.pop("reshard_to", None)
-        if target is None:
-            surefoot.train(settings, screen=False)
-            if ranks.is_first:
-                count = len(torch.distributed.distributed_c10d._world.pg_map)
-                Path(settings["output_dir"], "process_groups.txt").write_text(str(count))
-        else:
-            reshard(settings, target, ranks)
-leave(0)
+def run_jobs() -> None:
+    with init_distributed("cpu") as ranks:
+        for settings in json.loads(Path(sys.argv[1]).read_text()):
+            target = settings.pop("reshard_to", None)
+            if target is None:
+                surefoot.train(settings, screen=False)
+                if ranks.is_first:
+                    count = len(torch.distributed.distributed_c10d._world.pg_map)
+                    Path(settings["output_dir"], "process_groups.txt").write_text(str(count))
+            else:
+                reshard(settings, target, ranks)
+
+
+if int(sys.argv[2]) == 1:
+    run_jobs()
+    leave(0)
+leave_after(run_jobs, int(sys.argv[2]))

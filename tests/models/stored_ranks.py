@@ -1,4 +1,4 @@
-"""One of two ranks with stored weights, under torchrun: `stored_ranks.py MODEL ZERO_STAGE EXPERT_PARALLEL_SIZE OUT`.
+"""Two ranks with stored weights: `stored_ranks.py MODEL ZERO_STAGE EXPERT_PARALLEL_SIZE OUT`.
 
 Rank 0 writes the loss and the gradients, and the bytes of frozen weights that it holds.
 """
@@ -14,19 +14,23 @@ from surefoot.distributed.fsdp import Sharding
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.distributed.process_group import init_distributed
 from surefoot.models.build import build_model
-from surefoot.system.process import leave
 from tests.support.int8_format import STORED, loss_and_gradients
+from tests.support.ranks import leave_after
 
 model, zero_stage, expert_parallel, out = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
 CPU = torch.device("cpu")
 
-with init_distributed("cpu") as ranks:
-    replicas = 2 if zero_stage == 0 else 1
-    sharding = Sharding(Layout(2, zero_stage, replicas, expert_parallel, False), CPU)
-    built = build_model(model, lora=STORED, device=CPU, dtype=torch.float32, sharding=sharding)
-    frozen = [p for p in built.model.parameters() if not p.requires_grad]
-    held = sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in frozen)
-    loss, gradients = loss_and_gradients(built)
-    if ranks.is_first:
-        save_file({**gradients, "loss": torch.tensor(loss), "held": torch.tensor(held)}, out)
-leave(0)
+
+def main() -> None:
+    with init_distributed("cpu") as ranks:
+        replicas = 2 if zero_stage == 0 else 1
+        sharding = Sharding(Layout(2, zero_stage, replicas, expert_parallel, False), CPU)
+        built = build_model(model, lora=STORED, device=CPU, dtype=torch.float32, sharding=sharding)
+        frozen = [p for p in built.model.parameters() if not p.requires_grad]
+        held = sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in frozen)
+        loss, gradients = loss_and_gradients(built)
+        if ranks.is_first:
+            save_file({**gradients, "loss": torch.tensor(loss), "held": torch.tensor(held)}, out)
+
+
+leave_after(main, 2)

@@ -34,6 +34,8 @@ def listening_sockets(process: int) -> set[ListeningSocket]:
         for descriptor in Path(f"/proc/{process}/fd").iterdir():
             with suppress(OSError):
                 inodes.add(str(descriptor.readlink()))
+        if not any(inode.startswith("socket:") for inode in inodes):
+            return sockets
         words = Path(f"/proc/{process}/cmdline").read_text().split("\0")
         command = words[words.index("-m") + 1] if "-m" in words else words[0]
         for protocol in ("tcp", "tcp6", "udp", "udp6"):
@@ -64,5 +66,5 @@ def watch_sockets(*processes: "subprocess.Popen[str]", within_s: float) -> set[L
             for process in processes:
                 process.kill()
             raise TimeoutError(f"the processes have not ended after {within_s:.0f} s")
-        time.sleep(0.02)
+        time.sleep(0.05)
     return sockets
