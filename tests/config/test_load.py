@@ -167,6 +167,7 @@ def test_bad_values_say_what_and_where(tmp_path: Path, text: str, message: str) 
         ("chat_template_kwargs: {code: !!binary aGVsbG8=}\n", r"chat_template_kwargs=.*JSON.*\(run\.yaml:4\)"),
         ("chat_template_kwargs: {tools: {1: a}}\n", r"chat_template_kwargs=.*JSON.*\(run\.yaml:4\)"),
         ("decay_ratio: 0.2\n", "no effect with lr_scheduler_type=cosine"),
+        ("min_lr_ratio: 0.2\nlr_scheduler_type: constant\n", "no effect with lr_scheduler_type=constant"),
         ("lr_scheduler_type: wsd\nwarmup_ratio: 0.95\n", "more than the whole run"),
     ],
 )

@@ -230,6 +230,13 @@ def test_towers_of_other_programs_are_adapted_or_trained(tmp_path: Path) -> None
         assert found.get("freeze_vision_tower") == freezes
 
 
+def test_a_constant_schedule_of_transformers_has_no_warm_up(tmp_path: Path) -> None:
+    """Not even that of axolotl's defaults."""
+    text = "base_model: m\ndatasets: [{path: d, type: chat_template}]\nlr_scheduler: "
+    assert get_values(import_file(tmp_path / "a.yml", text + "cosine\n"))["warmup_ratio"] == 0.03
+    assert "warmup_ratio" not in get_values(import_file(tmp_path / "b.yml", text + "constant\n"))
+
+
 @pytest.mark.parametrize(
     ("words", "settings", "left_out"),
     [
@@ -237,6 +244,14 @@ def test_towers_of_other_programs_are_adapted_or_trained(tmp_path: Path) -> None
          {"lr_scheduler_type": "constant", "warmup_steps": 9}, None),
         (f"{SWIFT} --lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{{\"min_lr_rate\": 0.1}}'",
          {"lr_scheduler_type": "cosine", "min_lr_ratio": 0.1}, None),
+        (f"{SWIFT} --lr_scheduler_type constant --warmup_steps 9",
+         {"lr_scheduler_type": "constant", "warmup_steps": None, "warmup_ratio": None}, None),
+        (f"{SWIFT} --lr_scheduler_type warmup_stable_decay --max_steps 200 --lr_scheduler_kwargs "
+         "'{\"num_decay_steps\": 50, \"decay_type\": \"linear\", \"min_lr_ratio\": 0.1}'",
+         {"lr_scheduler_type": "wsd", "decay_ratio": 0.25, "min_lr_ratio": 0.1}, None),
+        (f"{SWIFT} --lr_scheduler_type warmup_stable_decay --max_steps 200 --lr_scheduler_kwargs "
+         "'{\"num_decay_steps\": 50}'", {"lr_scheduler_type": "wsd", "decay_ratio": None},
+         'lr_scheduler_kwargs = {"num_decay_steps": 50}'),
         (f"{SWIFT} --lr_scheduler_type polynomial", {"lr_scheduler_type": None}, "lr_scheduler_type = polynomial"),
         (f"{SWIFT} --torch_dtype float16", {"dtype": None}, "torch_dtype = float16"),
         (f"{SWIFT} --max_steps -1 --warmup_ratio 0.1 --warmup_steps 0", {"warmup_ratio": 0.1, "max_steps": None}, None),

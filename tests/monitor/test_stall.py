@@ -215,6 +215,16 @@ def test_ranks_that_wait_for_one_that_has_ended_are_told_so() -> None:
     assert re.match(r"rank 1 .*ended, in forward of step 9, .*ranks 0, 2 .* all_reduce ", finding.cause)
 
 
+def test_of_a_rank_that_waits_for_data_the_worker_that_sends_none_is_named() -> None:
+    causes = []
+    for worker in ("sleeping", "zombie", "stopped", "disk-sleep"):
+        finding = find_stall(stalled(rank(0, phase="data_wait", children=("running", worker))))
+        assert finding.code == "SF107"
+        causes.append(finding.cause.partition(". ")[2])
+    assert not causes[0]
+    assert len(set(causes)) == len(causes)
+
+
 def test_a_collective_of_experts_is_one_of_a_layer() -> None:
     travelling = {**entry("4", 7, "all_to_all"), "process_group": ["4", "mesh_ep"]}
     came = {**travelling, "collective_seq_id": 6, "retired": True}

@@ -40,7 +40,7 @@ SAME = {
 }
 """DeepSpeed's name -> name of the setting, where the value is the same."""
 
-SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+DEEPSPEED_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 WARMUP_STEPS = 1000
 """Default number of warm-up steps in DeepSpeed's schedules."""
 NOT_NOTHING = ("optimizer.params.adam_w_mode", "optimizer.params.bias_correction")
@@ -89,7 +89,7 @@ def read_deepspeed(value: Any, base: Path, place: str) -> tuple[list[tuple[str, 
                     f"of {source}. Keep one."
                 )
             settings[setting] = (new, name)
-    if _text_or_empty(entries.get("scheduler.type")) in SCHEDULES:
+    if _text_or_empty(entries.get("scheduler.type")) in DEEPSPEED_SCHEDULES:
         if "scheduler.params.warmup_num_steps" not in entries:
             settings["warmup_steps"] = (WARMUP_STEPS, "scheduler.type")
         if entries.get("scheduler.params.warmup_type", "log") == "log":
@@ -161,6 +161,6 @@ def _map_entry(name: str, value: Any, entries: Mapping[str, Any]) -> dict[str, A
         return {}
     if name == "optimizer.params.betas" and isinstance(value, list) and len(value) == 2:
         return {"adam_beta1": value[0], "adam_beta2": value[1]}
-    if name == "scheduler.type" and _text_or_empty(value) in SCHEDULES:
-        return {"lr_scheduler_type": SCHEDULES[value]}
+    if name == "scheduler.type" and _text_or_empty(value) in DEEPSPEED_SCHEDULES:
+        return {"lr_scheduler_type": DEEPSPEED_SCHEDULES[value]}
     return None

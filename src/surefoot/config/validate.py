@@ -113,6 +113,13 @@ def _check_learning_rate(run: RunConfig, non_default: set[str]) -> Iterator[Cont
         yield Contradiction(
             "warmup_steps and warmup_ratio both set the warm-up. Keep one", "warmup_steps", "warmup_ratio"
         )
+    if run.lr_scheduler_type == "constant" and "min_lr_ratio" in non_default:
+        yield Contradiction(
+            f"min_lr_ratio={run.min_lr_ratio} has no effect with lr_scheduler_type=constant, which never lowers the "
+            "learning rate. Drop it, or choose another schedule",
+            "min_lr_ratio",
+            "lr_scheduler_type",
+        )
     if run.lr_scheduler_type != "wsd" and "decay_ratio" in non_default:
         yield Contradiction(
             f"decay_ratio={run.decay_ratio} has no effect with lr_scheduler_type={run.lr_scheduler_type}. Drop it, or "

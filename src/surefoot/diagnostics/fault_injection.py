@@ -82,7 +82,7 @@ def _loop_forever(_: bool) -> None:
 
 
 def _block_on_pipe(_: bool) -> None:
-    """Imitate a file system that does not respond: open a pipe without a writer."""
+    """Read data that never arrive: open a pipe without a writer."""
     path = Path(os.environ[FAULT_VARIABLE].split(":")[3]).with_suffix(f".pipe-{os.getpid()}")
     os.mkfifo(path)
     open(path, "rb").close()
@@ -251,7 +251,7 @@ FAULTS: dict[str, Fault] = {
     "sleeping-save": Fault("a save that does not end", "save", _sleep(LONG_S), "SF106"),
     "spinning": Fault("a loop that does not end", "forward", _loop_forever, "SF106"),
     "data-asleep": Fault("data that never arrive", "data_wait", _sleep(LONG_S), "SF107"),
-    "data-blocked": Fault("a file system that does not respond", "data_wait", _block_on_pipe, "SF107"),
+    "data-blocked": Fault("a read that does not return", "data_wait", _block_on_pipe, "SF107"),
     "locked": Fault("a lock taken twice", "forward", _acquire_lock_twice, "SF109"),
     "dead-thread": Fault("a queue that no thread fills", "forward", lambda _: queue.Queue[int]().get(), "SF109"),
     "gil-held": Fault("native code that keeps Python's lock", "forward", _hold_gil, "SF109"),
@@ -270,7 +270,13 @@ FAULTS: dict[str, Fault] = {
     "leaking-files": Fault(
         "files that stay open", "forward", _leak_files, "SF207", in_each_step=True, is_alone=True
     ),  # detected after a minute, in which ranks that other runs delay would be reported instead
-    "frozen": Fault("uninterruptible sleep", "forward", _freeze_process, "SF103", needs_limits=True),
+    "frozen": Fault(
+        "uninterruptible sleep, as of a disk that does not respond",
+        "forward",
+        _freeze_process,
+        "SF103",
+        needs_limits=True,
+    ),
     "out-of-memory": Fault(
         "memory up to the limit of the cgroup", "forward", _exhaust_memory, "SF201", needs_limits=True
     ),

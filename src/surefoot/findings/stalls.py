@@ -22,7 +22,8 @@ PAGES = {
     ),
     "SF103": Page(
         "a rank waits for a disk or a device",
-        "One of its threads was in uninterruptible sleep (state D) in every sample, and it waits for no other rank.",
+        "Its process, or one of its threads in every sample, was in uninterruptible sleep (state D), and it waits for "
+        "no other rank.",
         "Look at the file systems that the run uses (a network mount whose server is down?) and at dmesg.",
         severity="error",
     ),
@@ -52,8 +53,8 @@ PAGES = {
     ),
     "SF107": Page(
         "a rank waits for data",
-        "It has been in the phase `data_wait` for longer than usual, and the worker processes that prepare its "
-        "data, if any, are dead, stopped or idle.",
+        "It has been in the phase `data_wait` for longer than usual. `children` has the states of its worker "
+        "processes; the cause names one that is dead, stopped, or waits for a disk.",
         "Look at the storage of the data and at the worker processes; dataset_num_proc: 1 does without them.",
         ("QwenLM/Qwen3-VL#1892",),
         severity="error",

@@ -1,6 +1,7 @@
 """The interface of a fine-tuning method: the base class of all methods, and the types they share with the loop.
 
-SFT is `sft/method.py`, GRPO is `grpo/method.py`; `registry.py` finds a method by its name in run.yaml.
+SFT is `sft/method.py`, GRPO is `grpo/method.py`. `config/methods.py` finds a method's settings by its name in run.yaml,
+and `registry.py` the class that they name.
 """
 
 from abc import ABC, abstractmethod
@@ -82,7 +83,10 @@ class Objective(ABC):
         return {}
 
     def begin_step(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Receive this rank's part of the global batch before its first forward; return it with any additions."""
+        """Receive this rank's part of the global batch before its first forward; return it with any additions.
+
+        The model is in training mode here: compute what needs no gradient under `eval_no_grad`. Collective.
+        """
         return batches
 
     def end_step(self) -> None:  # noqa: B027 - a method may need nothing
@@ -139,10 +143,10 @@ class MethodContext:
 class Method(ABC):
     """One method in one run: where its batches come from, its objective and its evaluation.
 
-    The trainer calls, in this order: `check_model`, `start`, `check_data` on prepared rows, `connect`,
+    The trainer calls, in this order: `check_files`, `check_model`, `start`, `check_data` on prepared rows, `connect`,
     `build_objective`, `load` after a checkpoint is loaded, `restore`; then for each step `batches` and `check_step`;
-    `end` however the run ends. They are collective and raise on all ranks, except `check_data` and
-    `end`.
+    `end` however the run ends. They are collective and raise on all ranks, but `check_files`, `check_model`,
+    `check_data` and `batches` may raise on one rank, and the trainer tells the others. `end` is not collective.
     """
 
     agrees_to_stop_before_batches: ClassVar[bool] = False
@@ -153,7 +157,7 @@ class Method(ABC):
 
     @staticmethod  # noqa: B027
     def check_model(loaded: LoadedConfig, base: Path) -> None:
-        """Check the model's config.json, on one rank of each machine. Raises: ConfigError, ModelError."""
+        """Check the model's config.json, first on one rank of each machine. Raises: ConfigError, ModelError."""
 
     @staticmethod  # noqa: B027
     def check_files(loaded: LoadedConfig) -> None:
@@ -173,7 +177,7 @@ class Method(ABC):
         """Start what is needed besides model and data. Checks that are cheap and often fail belong here."""
 
     def check_data(self, position: Position) -> None:  # noqa: B027
-        """Check prepared rows at a position, on one rank of each machine. Raises: ConfigError."""
+        """Check prepared rows at a position, first on one rank of each machine. Raises: ConfigError."""
 
     def connect(self) -> None:  # noqa: B027
         """Wait for what `start` has started, before the model takes its memory."""

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from types import EllipsisType
 from typing import Any, get_args
 
@@ -14,8 +15,8 @@ from surefoot.migrate.sharding import FSDP_SETTINGS, map_fsdp_settings
 from surefoot.migrate.sources import check_entries, map_axolotl_source, parse_swift_source
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
-SCHEDULES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd"}
-"""Schedule of transformers -> Surefoot's schedule; every Surefoot schedule supports warmup."""
+PEER_SCHEDULES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd"}
+"""Schedule of transformers -> Surefoot's; those that are not here have the same name, or none."""
 SUPPORTED_SCHEDULES = get_args(known_fields()["lr_scheduler_type"].annotation)
 LOSS_SCALES: dict[str, dict[str, Any]] = {
     "default": {}, "last_round": {"train_on": "last_assistant"}, "all": {"train_on": "all"},
@@ -175,15 +176,19 @@ def _map_duration(run: ParsedRun, name: str, value: Any) -> MappedSettings:
         return {"save_steps": 0}
     if name == "save_total_limit" and isinstance(limit := parse_number(value), int) and limit <= 0:
         return {"save_total_limit": None}  # unlimited
+    if name in ("warmup_steps", "warmup_ratio") and find_peer_schedule(run) == "constant":
+        return {}  # which has no warm-up in transformers
     if name in ("max_steps", "warmup_steps", "warmup_ratio") and parse_number(value) in (-1, 0):
         return {}
     if name == "warmup_steps" and isinstance(ratio := parse_number(value), float) and 0 < ratio < 1:
         return {"warmup_ratio": ratio}
     if ALIASES.get(name, name) == "lr_scheduler_type":
-        schedule = SCHEDULES.get(str(value), value)
+        schedule = PEER_SCHEDULES.get(str(value), value)
         return {"lr_scheduler_type": schedule} if schedule in SUPPORTED_SCHEDULES else None
     if name == "lr_scheduler_kwargs":
         kwargs = _parse_mapping(run, name, value)
+        if kwargs is not None and find_peer_schedule(run) == "warmup_stable_decay":
+            return _map_stable_decay(run, kwargs)
         if kwargs is not None and kwargs.keys() == {"min_lr"}:
             default = DEFAULTS[run.program].get("learning_rate", known_fields()["learning_rate"].default)
             min_lr, max_lr = parse_number(kwargs["min_lr"]), parse_number(run.settings.get("learning_rate", default))
@@ -196,6 +201,23 @@ def _map_duration(run: ParsedRun, name: str, value: Any) -> MappedSettings:
         trackers = [tracker for tracker in as_list(value) if tracker in TRACKERS]
         return {"report_to": trackers} if trackers else {}
     return ...
+
+
+def find_peer_schedule(run: ParsedRun) -> str | None:
+    """Return the learning-rate schedule that a run sets, under its name in transformers."""
+    names = [name for name in run.settings if ALIASES.get(name, name) == "lr_scheduler_type"]
+    return str(run.settings[names[-1]]) if names else None
+
+
+def _map_stable_decay(run: ParsedRun, kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Map the parameters of transformers' `warmup_stable_decay`, which decays along a cosine unless they say linear."""
+    decay_steps, all_steps = parse_number(kwargs.get("num_decay_steps")), parse_number(run.settings.get("max_steps"))
+    are_known = kwargs.keys() <= {"num_decay_steps", "decay_type", "min_lr_ratio"}
+    if not (are_known and isinstance(decay_steps, int) and isinstance(all_steps, int) and 0 < decay_steps <= all_steps):
+        return None
+    if kwargs.get("decay_type") != "linear":
+        return None
+    return {"decay_ratio": float(f"{decay_steps / all_steps:.6g}"), "min_lr_ratio": kwargs.get("min_lr_ratio", 0.0)}
 
 
 def _map_rollouts(run: ParsedRun, name: str, value: Any) -> MappedSettings:

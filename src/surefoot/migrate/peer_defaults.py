@@ -3,7 +3,7 @@
 from math import prod
 from typing import Any
 
-from surefoot.migrate.field_map import is_null
+from surefoot.migrate.field_map import find_peer_schedule, is_null
 from surefoot.migrate.imported_run import ImportedRun
 from surefoot.migrate.peer_tables import (
     DEFAULT_NOTES,
@@ -45,7 +45,7 @@ def collect_defaults(imported: ImportedRun) -> dict[str, Any]:
         "num_train_epochs": "max_steps" in settings,
         "max_length": is_trl and is_null(run.settings.get("max_length", 0)),
         "dataset_dir": str(run.settings.get("dataset_dir")).upper().startswith(("ONLINE", "REMOTE:")),
-        "warmup_ratio": "warmup_steps" in settings,
+        "warmup_ratio": "warmup_steps" in settings or find_peer_schedule(run) == "constant",
         "gradient_accumulation_steps": "global_batch_size" in settings,
         "lora_dropout": is_grpo,  # Surefoot's GRPO refuses LoRA dropout
         **dict.fromkeys(read_deepspeed_settings(imported), True),

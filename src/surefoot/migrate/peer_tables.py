@@ -133,6 +133,8 @@ UNSUPPORTED_VALUES = _index_by_name({
     "they belong to functions that are not carried: write each weight with its function, {func: ..., weight: ...}":
         "reward_weights",
     "this schedule is not available: the default of its program stands instead": "lr_scheduler_type lr_scheduler",
+    "not all of these parameters have a counterpart: wsd decays linearly over the last decay_ratio of the run":
+        "lr_scheduler_kwargs",
 })  # fmt: skip
 """Peer setting -> why a value without a counterpart is left out."""
 

@@ -89,7 +89,8 @@ class CompletionsFile:
 
 
 def is_evaluation(line: Mapping[str, Any]) -> bool:
-    return "eval_loss" in line or "eval_reward" in line
+    """Return whether a line of metrics.jsonl is an evaluation's: each line of a step has its learning rate."""
+    return "learning_rate" not in line
 
 
 def drop_lines_from(
@@ -159,9 +160,9 @@ class Screen:
         elif isinstance(event, StepEnded) and _is_logged_step(event, self._every):
             self._write(self._format_progress(event), end="\n" if event.is_last or not self._live else "")
         elif isinstance(event, Evaluated):
-            name = next((metric for metric in ("eval_loss", "eval_reward") if metric in event.metrics), None)
-            text = f"{name} {event.metrics[name]:.4f}" if name is not None else "no completion has a reward"
-            self._write_line(f"step {event.step}: {text}")
+            first = next(iter(event.metrics), None)
+            name = next((metric for metric in ("eval_loss", "eval_reward") if metric in event.metrics), first)
+            self._write_line(f"step {event.step}: {f'{name} {event.metrics[name]:.4f}' if name else 'evaluated'}")
         elif isinstance(event, CheckpointSaved):
             self._write_line(f"step {event.step}: checkpoint {event.path.name} ({event.save_time_s:.1f} s)")
         elif isinstance(event, Notice):

@@ -339,8 +339,9 @@ def _refuse_other_run(loaded: LoadedConfig) -> tuple[str, ...]:
             source = f"the folder that `surefoot export {folder} FOLDER` writes"
         raise CheckpointError(
             f"output_dir={folder} holds a run of another length: {'; '.join(changes)}. With lr_scheduler_type: "
-            f"{config.lr_scheduler_type} the learning rates would change. Begin a new run from it, with {name}: "
-            f"{source} and another output_dir; or set overwrite_output_dir: true to delete it ({where})."
+            f"{config.lr_scheduler_type} and warmup_ratio: {config.warmup_ratio:g} the learning rates would change. "
+            f"Begin a new run from it, with {name}: {source} and another output_dir; or set overwrite_output_dir: true "
+            f"to delete it ({where})."
         )
     if changes:
         raise CheckpointError(

@@ -15,6 +15,13 @@ from surefoot.findings import Finding
 IDLE_SHARE = 0.05
 """Share of a core below which a process waits."""
 BUSY_SHARE = 0.5
+WORKERS = {
+    "dead": "is dead",
+    "zombie": "is dead",
+    "stopped": "is stopped",
+    "disk-sleep": "waits in the kernel for a disk or a device",
+}
+"""State of a worker process, by psutil's name -> why it sends no data."""
 IN_A_STEP = ("data_wait", "collectives", "forward", "forward_backward", "backward", "optimizer")
 """Phases of a step in order; a rank also communicates at the end of the backward."""
 LOCKS = ("threading.py", "queue.py", "multiprocessing/connection.py", "multiprocessing/synchronize.py", "selectors.py")
@@ -224,8 +231,7 @@ def _find_data_wait(case: StallCase) -> Finding | None:
     rank = waiting[0] if waiting and len(waiting) == len(absent) else _pick_absent_rank(case)
     if rank not in waiting:
         return None
-    has_dead, has_stopped = {"zombie", "dead"} & {*rank.children}, "stopped" in rank.children
-    worker = " A worker process is dead." if has_dead else " A worker process is stopped." if has_stopped else ""
+    worker = next((f" A worker process {about}." for state, about in WORKERS.items() if state in rank.children), "")
     return case.finding(
         "SF107",
         f"{name_ranks(waiting, 'waits', 'wait')} for data in step {rank.step}, {describe_line(rank)}"
@@ -356,4 +362,4 @@ RULES: Sequence[Callable[[StallCase], Finding | None]] = (
     _find_rank_behind,  # SF106
     _find_hung_collective,  # SF108, SF104
 )
-"""The rules in their order: the first with a finding wins, so a special case stands before `_find_rank_behind`."""
+"""The rules in their order: the first with a finding wins, so a rule stands before all that are more general."""
