@@ -10,6 +10,7 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"  # a forgotten download fails at once
 os.environ["SUREFOOT_SUPERVISED"] = "by no one"  # one more process for each run would double the time of many tests
 
+import hypothesis
 import pytest
 from transformers import (
     PreTrainedTokenizerFast,
@@ -18,6 +19,9 @@ from transformers import (
 from surefoot.system.atomic_io import cache_folder
 from tests.support.data import counting_rows, write_jsonl
 from tests.support.models import make_model, make_tokenizer
+
+hypothesis.settings.register_profile("suite", derandomize=True)
+hypothesis.settings.load_profile("suite")  # the same examples in every run of the suite; `make fuzz` draws others
 
 
 @pytest.fixture(scope="session", autouse=True)

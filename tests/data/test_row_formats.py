@@ -214,6 +214,7 @@ def test_llamafactory_tags_rename_roles_and_keys() -> None:
         ),
         ({"prompt": "a", "completion": "cut \ud83d"}, r"completion .*character 5\b"),
         ({"prompt": "a\0b", "completion": "c"}, r"prompt .*NUL .* 2\b"),
+        ({"prompt": "a\U000ffffb", "completion": "c"}, r"prompt .*U\+FFFFB"),
         ({"messages": [USER, {**ASSISTANT, "loss": "yes"}]}, r"loss='yes'"),
         ({"messages": [USER, {**ASSISTANT, "weight": -1}]}, r"weight=-1"),
         ({"messages": [{**USER, "loss": True}, ASSISTANT]}, r"messages\[0\] \(user\) .*weight"),

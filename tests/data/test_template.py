@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from surefoot.data.conversation import BadRow, Conversation, Message
+from surefoot.data.conversation import IMAGE, BadRow, Conversation, Message
 from surefoot.data.oddities import Oddity
 from surefoot.data.render import Rendered, Renderer, RendererSource
-from surefoot.data.template import Text
+from surefoot.data.template import MARK, Text
 from surefoot.errors import DataError
 from tests.data.families import EMPTY_THOUGHT, FAMILIES, tokenizer_of
 
@@ -429,7 +429,7 @@ def test_an_endless_template_meets_its_deadline(monkeypatch: pytest.MonkeyPatch)
         with_template(endless).render(Conversation(talk("a", "b")))
 
 
-WORDS = st.text(st.characters(blacklist_categories=("Cs", "Cc"), blacklist_characters="\U000ffffd"), max_size=30)
+WORDS = st.text(st.characters(blacklist_categories=("Cs", "Cc"), blacklist_characters=[MARK, IMAGE]), max_size=30)
 RISKY = st.one_of(WORDS, st.sampled_from(LOOKALIKES), st.tuples(WORDS, st.sampled_from(LOOKALIKES), WORDS).map("".join))
 
 
