@@ -339,12 +339,17 @@ def test_explain_tells_what_a_folder_says(settings: dict[str, Any], tmp_path: Pa
         ({"WORLD_SIZE": ""}, "WORLD_SIZE=''"),
         ({"RANK": "x", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "RANK='x'"),
         ({"RANK": "0", "LOCAL_RANK": "", "WORLD_SIZE": "2"}, "LOCAL_RANK=''"),
+        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "x"}, "WORLD_SIZE='x'"),
+        (
+            {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+            "RANK=2 with WORLD_SIZE=2",
+        ),
     ],
 )
 def test_half_of_what_a_launcher_says_starts_no_job_of_its_own(
     settings: dict[str, Any], tmp_path: Path, variables: dict[str, str], said: str
 ) -> None:
-    settings = {**settings, "nproc_per_node": 1 if said.startswith("WORLD_SIZE=''") else 2}
+    settings = {**settings, "nproc_per_node": 1 if said.startswith("WORLD_SIZE=") else 2}
     (tmp_path / "run.json").write_text(json.dumps(settings))
     done = surefoot("train", str(tmp_path / "run.json"), env=variables)
     assert done.returncode == 2

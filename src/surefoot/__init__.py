@@ -8,7 +8,6 @@ import sys
 if sys.argv[:1] == ["-m"] and "surefoot" in sys.orig_argv and not sys.flags.safe_path:
     del sys.path[0]  # `python -m surefoot` puts the current folder first: its Python files are not ours to run
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -68,7 +67,7 @@ def _supervise_run(loaded: "LoadedConfig") -> AbstractContextManager[None]:
     from surefoot.launch.watcher import ALONE_GONE_S, WatchSpec
     from surefoot.training.run_summary import FindingLog
 
-    ranks = int(os.environ["WORLD_SIZE"]) if is_rank() else run.nproc_per_node * run.nnodes
+    ranks = launcher_number("WORLD_SIZE") if is_rank() else run.nproc_per_node * run.nnodes
     may_restart = ranks > 1 and not is_rank()
     return watched(
         WatchSpec(

@@ -119,6 +119,11 @@ def test_a_tool_call_in_every_dialect(columns: dict[str, Any], tools: Any) -> No
     assert WRAPPED in found.tools
 
 
+def test_tools_that_are_written_as_null_are_none() -> None:
+    """As Parquet files hold them that store JSON as text."""
+    assert convert(messages=[USER, ASSISTANT], tools="null").tools == ()
+
+
 def test_parallel_calls_and_words_before_them_are_one_turn() -> None:
     call = {"role": "tool_call", "content": '{"name": "weather", "arguments": {"city": "Oslo"}}'}
     found = convert(
@@ -230,6 +235,7 @@ def test_llamafactory_tags_rename_roles_and_keys() -> None:
             r" f .*arguments \[1\]",
         ),
         ({"messages": [USER, ASSISTANT], "tools": ["x"]}, r"tools .*JSON"),
+        ({"messages": [USER, ASSISTANT], "tools": "7"}, r"tools holds 7"),
         (
             {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": "x"}]}, ASSISTANT]},
             r"messages\[0\], part 0 .*type video_url",

@@ -1,6 +1,7 @@
 """What a run's rings say of it, on real runs."""
 
 import json
+import random
 import subprocess
 import sys
 import time
@@ -12,7 +13,9 @@ import pytest
 import yaml
 
 import surefoot
+from surefoot import cli
 from surefoot.diagnostics.monitor.event_log import KEPT_STARTS, Entry, Recorder, read_history
+from surefoot.diagnostics.monitor.ring_buffer import HEADER, RECORD_BYTES
 from surefoot.errors import InputError
 from surefoot.events import PhaseBegan, PhaseEnded, RunEnded, RunStarted, StepEnded
 from tests.support.processes import training_process
@@ -102,6 +105,24 @@ def test_a_ring_that_cannot_be_read_hides_no_other(settings: dict[str, Any]) -> 
     assert again.entries == whole.entries
     assert len(again.unreadable) == 1
     assert "rank-00007" in again.unreadable[0]
+
+
+def test_damaged_records_are_left_out_by_all_who_read_them(
+    settings: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = surefoot.train({**settings, "save_steps": 0}, screen=False).run_folder
+    (ring,) = (folder / "events").glob("rank-*.ring")
+    whole, sound = len(read_history(folder).entries), ring.read_bytes()
+    for seed in range(5):
+        draw, damaged = random.Random(seed), bytearray(sound)
+        for at in draw.sample(range(HEADER.size, HEADER.size + whole * RECORD_BYTES), 3 * whole):
+            damaged[at] = draw.randrange(256)
+        ring.write_bytes(damaged)
+        history = read_history(folder)
+        assert 0 < len(history.entries) < whole
+        assert "records are damaged" in history.unreadable[0]
+        for verb in (["explain"], ["watch", "--once"], ["report"]):
+            assert cli.main([*verb, str(folder)]) in (0, 3), capsys.readouterr().err
 
 
 def test_memory_is_counted_by_owner(settings: dict[str, Any]) -> None:

@@ -197,6 +197,11 @@ def _join_other_ranks(backend: str, size: int) -> Iterator[World]:
             "WORLD_SIZE of its own, unset them."
         )
     rank, local_rank = launcher_number("RANK"), launcher_number("LOCAL_RANK")
+    if rank >= size:
+        raise ConfigError(
+            f"RANK={rank} with WORLD_SIZE={size} in the environment: ranks count from 0 to {size - 1}. Start all ranks "
+            "with the same launcher, and unset both where a run has none."
+        )
     device = None
     if backend == "nccl":
         device = gpu_of(rank, local_rank)

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from surefoot.distributed.listening import serve_store_at
+from surefoot.distributed.listening import can_connect, serve_store_at
 from surefoot.errors import StoppedOnFinding
 from surefoot.findings import Finding
 from surefoot.system.console import say
@@ -46,6 +46,11 @@ def shared_store(rank: int, num_ranks: int, timeout: timedelta) -> Any:
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         store = serve_store_at(host, port, num_ranks, timeout)
     else:
+        deadline_s = time.monotonic() + timeout.total_seconds()
+        while not can_connect(host, port):  # torch would wait for it where no signal is heard
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(f"nobody answers at {host}:{port} within {timeout.total_seconds():.0f} s")
+            time.sleep(POLL_S)
         store = dist.TCPStore(host, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
     return PrefixStore(f"attempt-{attempt()}", store)
 

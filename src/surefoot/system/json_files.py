@@ -119,8 +119,8 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def nesting_depth(value: Any) -> int:
-    """Return the nesting depth of JSON lists and objects, without recursion."""
-    depth, level = 0, [value]
+    """Return the nesting depth of JSON lists and objects, without recursion; 0 for any other value."""
+    depth, level = 0, [value] if isinstance(value, dict | list) else []
     while level:
         depth += 1
         inner = [item.values() if isinstance(item, dict) else item for item in level]

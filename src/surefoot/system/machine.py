@@ -164,9 +164,10 @@ def read_snapshot(path: Path, host: str = "") -> Snapshot:
         content = read_object(path)
         machines = [content["machine"], *content.get("other_machines", [])]
         return snapshot_of(next((machine for machine in machines if machine.get("host") == host), machines[0]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = " ".join(repr(error).split())[:200]
-        raise ValueError(f"{path} is no snapshot of a machine: {reason}") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is no snapshot of a machine: {' '.join(str(error).split())[:200]}") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no snapshot of a machine: its entries are not those of one") from error
 
 
 def snapshot_of(payload: Mapping[str, Any]) -> Snapshot:

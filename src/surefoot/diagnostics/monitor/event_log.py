@@ -19,6 +19,7 @@ from surefoot.diagnostics.monitor.process_stats import GarbageTime, OwnMemory, R
 from surefoot.diagnostics.monitor.ring_buffer import Record, RingError, RingReader, RingWriter, Values
 from surefoot.errors import StorageError
 from surefoot.events import Event, Phase, PhaseBegan, PhaseEnded
+from surefoot.system.json_files import MAX_SIZE
 
 VALUES_PER_RECORD = 5
 
@@ -49,6 +50,8 @@ VALUE_NAMES: dict[str, tuple[str, ...]] = {
 """Kind of a record -> the names of its values: fields of the event, or measured by the recorder."""
 KINDS = tuple(VALUE_NAMES)
 PHASES: tuple[str, ...] = ("", *get_args(Phase))
+LAST_TIME_S = 1e11
+"""Seconds since 1970 beyond which a record is damaged."""
 
 
 KEPT_STARTS = 5
@@ -93,7 +96,10 @@ def read_history(run_folder: Path, newest: int | None = None) -> History:
             continue
         since = max(0, reader.count - newest) if newest else 0
         start = int(path.stem.rpartition("-")[2])  # not its process number: in containers these repeat
-        entries += [decode_record(reader, start, record) for record in reader.records(since)]
+        decoded = [decode_record(reader, start, record) for record in reader.records(since)]
+        entries += [entry for entry in decoded if entry is not None]
+        if None in decoded:
+            unreadable.append(f"{path}: {decoded.count(None)} of {len(decoded)} records are damaged")
         if not reader.is_of_this_machine:
             away.add((reader.rank, start))
         reader.close()
@@ -133,8 +139,14 @@ def open_phases(entries: Sequence[Entry]) -> list[str]:
     return phases
 
 
-def decode_record(ring: RingReader, start: int, record: Record) -> Entry:
-    """Return a record of a ring with names for its numbers. `start`: number of this start of the rank."""
+def decode_record(ring: RingReader, start: int, record: Record) -> Entry | None:
+    """Return a record of a ring with names for its numbers, or None for a damaged record.
+
+    `start`: number of this start of the rank.
+    """
+    is_named = 0 <= record.kind < len(KINDS) and 0 <= record.phase < len(PHASES)
+    if not (is_named and 0 <= record.time_s < LAST_TIME_S and 0 <= record.step < MAX_SIZE):
+        return None
     kind = KINDS[record.kind]
     values = dict(zip(VALUE_NAMES.get(kind, ()), record.values, strict=False))
     return Entry(ring.rank, start, ring.process, record.time_s, kind, PHASES[record.phase], record.step, values)

@@ -86,8 +86,11 @@ class RankState(RankTrends):
         """Read the ring's new records; return the durations of the steps that ended, without the first."""
         steps = []
         for record in self.ring.records(self._next_record):
-            self._next_record, self.last_s, self.step = record.number + 1, record.time_s, record.step or self.step
+            self._next_record = record.number + 1
             entry = decode_record(self.ring, self._start, record)
+            if entry is None:
+                continue
+            self.last_s, self.step = entry.time_s, entry.step or self.step
             self.observe(entry)
             values = entry.values
             if entry.kind == "phase began":
