@@ -8,6 +8,8 @@ import sys
 WAIT = """
 from datetime import timedelta
 from surefoot.distributed.store import shared_store
+from surefoot.system.process import handle_stop_signals
+handle_stop_signals()
 print("waiting", flush=True)
 try:
     shared_store(1, 2, timedelta(seconds=SECONDS))
@@ -27,8 +29,11 @@ def wait_for_store(seconds: int) -> "subprocess.Popen[str]":
 
 def test_a_rank_that_waits_for_its_store_hears_a_signal() -> None:
     process = wait_for_store(600)
-    process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=20)[0].startswith("KeyboardInterrupt")
+    try:
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=20)[0].startswith("KeyboardInterrupt SIGTERM")
+    finally:
+        process.kill()
 
 
 def test_a_store_that_nobody_serves_ends_the_wait() -> None:
