@@ -35,11 +35,18 @@ def train(
     `nproc_per_node` the ranks are processes of their own; under torchrun or SLURM this process is one of them.
     Raises: surefoot.errors.SurefootError.
     """
+    return train_loaded(_load_settings(config, overrides, settings), screen=screen)
+
+
+def _load_settings(
+    config: str | Path | Mapping[str, Any], overrides: Sequence[str], settings: Mapping[str, Any]
+) -> "LoadedConfig":
+    """Return the checked config of a YAML file or a mapping, with `settings` on top. Raises: ConfigError."""
     from surefoot.config import load_config
 
-    file = None if isinstance(config, Mapping) else config
-    values = {**config, **settings} if isinstance(config, Mapping) else settings
-    return train_loaded(load_config(file, overrides, values), screen=screen)
+    if isinstance(config, Mapping):
+        return load_config(None, overrides, {**config, **settings})
+    return load_config(config, overrides, settings)
 
 
 def train_loaded(loaded: "LoadedConfig", *, screen: bool = True) -> "RunResult":
@@ -87,11 +94,7 @@ def describe_data(
 
     Raises: surefoot.errors.SurefootError.
     """
-    from surefoot.config import load_config
-
-    file = None if isinstance(config, Mapping) else config
-    values = {**config, **settings} if isinstance(config, Mapping) else settings
-    loaded = load_config(file, overrides, values)  # refused before torch is imported
+    loaded = _load_settings(config, overrides, settings)  # refused before torch is imported
     from surefoot.methods.training_data import describe
     from surefoot.training.metrics import Screen
 

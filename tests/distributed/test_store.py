@@ -10,8 +10,8 @@ from datetime import timedelta
 from surefoot.distributed.store import shared_store
 from surefoot.system.process import handle_stop_signals
 handle_stop_signals()
-print("waiting", flush=True)
 try:
+    print("waiting", flush=True)
     shared_store(1, 2, timedelta(seconds=SECONDS))
 except (KeyboardInterrupt, RuntimeError) as error:
     print(type(error).__name__, error)

@@ -21,7 +21,7 @@ from surefoot.training.async_checkpoint import Saver
 from surefoot.training.phases import Phases
 from surefoot.training.run_dir import Resume
 from surefoot.training.trainer import _assemble, _open, _Run
-from tests.support.ranks import leave_after
+from tests.support.ranks import run_on_ranks
 
 
 def reshard(settings: dict[str, Any], target: str, ranks: World) -> None:
@@ -54,4 +54,4 @@ def run_jobs() -> None:
 if int(sys.argv[2]) == 1:
     run_jobs()
     leave(0)
-leave_after(run_jobs, int(sys.argv[2]))
+run_on_ranks(run_jobs, int(sys.argv[2]))

@@ -15,7 +15,7 @@ from surefoot.distributed.parallel_dims import Layout
 from surefoot.distributed.process_group import init_distributed
 from surefoot.models.build import build_model
 from tests.support.int8_format import STORED, loss_and_gradients
-from tests.support.ranks import leave_after
+from tests.support.ranks import run_on_ranks
 
 model, zero_stage, expert_parallel, out = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
 CPU = torch.device("cpu")
@@ -33,4 +33,4 @@ def main() -> None:
             save_file({**gradients, "loss": torch.tensor(loss), "held": torch.tensor(held)}, out)
 
 
-leave_after(main, 2)
+run_on_ranks(main, 2)

@@ -21,7 +21,7 @@ from surefoot.methods.sft.method import SftObjective
 from surefoot.models.build import build_model
 from surefoot.models.lora import LoraSettings
 from surefoot.planner.trace import _LiveTensors
-from tests.support.ranks import leave_after
+from tests.support.ranks import run_on_ranks
 
 model, tokens = Path(sys.argv[1]), int(sys.argv[2])
 exchanged_bytes = [0]
@@ -79,4 +79,4 @@ def main() -> None:
             print(*(min(one) for one in zip(*measured, strict=True)))
 
 
-leave_after(main, 2)
+run_on_ranks(main, 2)

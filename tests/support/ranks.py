@@ -13,8 +13,11 @@ from surefoot.system.loopback import ADDRESS
 from surefoot.system.process import end_with_parent, leave
 
 
-def leave_after(main: Callable[[], None], num_ranks: int) -> NoReturn:
-    """Run `main` on so many ranks, which find each other as torchrun's do, and exit; 1 if one of them failed."""
+def run_on_ranks(main: Callable[[], None], num_ranks: int) -> NoReturn:
+    """Run `main` on each of `num_ranks` ranks and exit with status 0, or with 1 if a rank failed.
+
+    Ranks find each other as those of torchrun do. They end with this process, whose caller sets the deadline.
+    """
     listener = listen(ADDRESS, 0)
     shared = {
         "MASTER_ADDR": ADDRESS,

@@ -167,7 +167,7 @@ def read_snapshot(path: Path, host: str = "") -> Snapshot:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is no snapshot of a machine: {' '.join(str(error).split())[:200]}") from error
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no snapshot of a machine: its entries are not those of one") from error
+        raise ValueError(f"{path} is no snapshot of a machine: an entry is missing or has the wrong type") from error
 
 
 def snapshot_of(payload: Mapping[str, Any]) -> Snapshot:
