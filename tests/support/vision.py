@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from surefoot.config import load_config
 from surefoot.data.dataset import Sample
 from surefoot.data.image_processor import PixelReader
+from surefoot.data.model_processor import ModelProcessor, load_model_processor
 from surefoot.methods.training_data import RunData, open_data
 from surefoot.models.build import BuiltModel, build_model, load_tokenizer, trainable_parameters
 from surefoot.models.lora import LoraSettings
@@ -84,6 +86,15 @@ def make_vision_model(kind: str, tokenizer: PreTrainedTokenizerFast) -> PreTrain
 def make_processor(kind: str = "qwen2_5_vl") -> Qwen2VLImageProcessorPil:
     side = 16 if kind.startswith("qwen3") else 14
     return Qwen2VLImageProcessorPil(patch_size=side, min_pixels=(2 * side) ** 2, max_pixels=16 * (2 * side) ** 2)
+
+
+def image_processor(kind: str = "qwen2_5_vl") -> ModelProcessor:
+    """The processor of a tiny model, as the program uses it."""
+    tokenizer = vision_tokenizer()
+    config = make_vision_model(kind, tokenizer).config
+    with TemporaryDirectory() as folder:
+        make_processor(kind).save_pretrained(folder)
+        return load_model_processor(Path(folder), config, tokenizer)
 
 
 def draw(path: Path, colour: str, count: int = 1, size: tuple[int, int] = (84, 56)) -> Path:

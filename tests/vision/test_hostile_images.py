@@ -65,7 +65,7 @@ def test_the_formats_that_users_have_are_read(kind: str, tmp_path: Path) -> None
     Pillow.new("RGB", (84, 56), "red").save(tmp_path / "picture", kind)
     image = find_image("picture", tmp_path, SETTINGS)
     assert (image.rows, image.columns) == (2, 3)
-    with open_image(image, SETTINGS.cell) as picture:
+    with open_image(image, SETTINGS) as picture:
         red, green, blue = np.asarray(picture).reshape(-1, 3).mean(0)
     assert red > 250
     assert max(green, blue) < 5
@@ -100,7 +100,7 @@ def test_the_first_frame_of_an_animation_is_the_image(kind: str, tmp_path: Path)
     frames = [Pillow.new("RGB", (56, 56), colour) for colour in ("red", "blue", "lime")]
     options: dict[str, Any] = {"lossless": True} if kind == "WEBP" else {}
     frames[0].save(tmp_path / "moving", kind, save_all=True, append_images=frames[1:], **options)
-    with open_image(find_image("moving", tmp_path, SETTINGS), SETTINGS.cell) as picture:
+    with open_image(find_image("moving", tmp_path, SETTINGS), SETTINGS) as picture:
         assert np.asarray(picture).reshape(-1, 3).mean(0).tolist() == [255, 0, 0]
 
 
@@ -155,9 +155,9 @@ def test_a_hostile_file_is_an_image_or_a_bad_row(name: str, tmp_path: Path) -> N
             refused += 1
             prepared = Image(str(tmp_path / "hostile"), hashlib.sha256(changed).hexdigest(), (0, 0), 1, 1)
             with suppress(DataError):  # as training would open it
-                open_image(prepared, SETTINGS.cell).close()
+                open_image(prepared, SETTINGS).close()
         else:
-            open_image(image, SETTINGS.cell).close()
+            open_image(image, SETTINGS).close()
     assert refused > 20
 
 
@@ -179,7 +179,7 @@ def test_a_file_that_becomes_a_device_or_a_pipe_is_not_read(kind: str, tmp_path:
     else:
         path.symlink_to("/dev/zero")
     with pytest.raises(DataError, match="is not a regular file"):
-        open_image(image, SETTINGS.cell)
+        open_image(image, SETTINGS)
 
 
 def test_a_link_to_an_image_is_read(tmp_path: Path) -> None:

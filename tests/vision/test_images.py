@@ -20,12 +20,14 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLForCond
 from surefoot.data import images
 from surefoot.data.conversation import BadRow
 from surefoot.data.image_processor import PixelReader
-from surefoot.data.images import Image, ImageSettings, find_image, open_image, rotary_positions
+from surefoot.data.images import Image, ImageSettings, find_image, open_image
+from surefoot.data.model_processor import GRID
 from surefoot.data.render import Renderer, RendererSource
 from surefoot.data.row_formats import FormatSpec, Reader, format_of
 from surefoot.errors import DataError
-from tests.support.vision import draw, make_processor, vision_tokenizer
+from tests.support.vision import draw, image_processor, make_processor, vision_tokenizer
 
+PIXELS = "pixel_values"
 SETTINGS = ImageSettings("<|image_pad|>", 5, 14, 2, 28 * 28, 16 * 28 * 28)
 
 
@@ -38,16 +40,16 @@ def test_an_image_gets_the_cells_and_pixels_of_transformers_own_processor(
     Pillow.fromarray(pixels).save(path)
     theirs = make_processor()(images=Pillow.open(path), return_tensors="pt")
     image = find_image(str(path), tmp_path, SETTINGS)
-    ours = PixelReader(make_processor(), SETTINGS).read([("here", [image])])
-    assert ours.grid.tolist() == theirs["image_grid_thw"].tolist()
+    ours = PixelReader(image_processor(), SETTINGS).read([("here", [image])])
+    assert ours.tensors[GRID].tolist() == theirs["image_grid_thw"].tolist()
     assert image.num_tokens * 4 == len(theirs["pixel_values"])
-    torch.testing.assert_close(ours.pixels, theirs["pixel_values"], rtol=0, atol=0)
+    torch.testing.assert_close(ours.tensors[PIXELS], theirs["pixel_values"], rtol=0, atol=0)
 
 
 def test_an_image_that_was_scaled_is_scaled_no_further(tmp_path: Path) -> None:
     # Who is given the scaled pixels, such as an engine, must see just these.
     image = find_image(str(draw(tmp_path / "wide.png", "red", size=(700, 130))), tmp_path, SETTINGS)
-    with open_image(image, SETTINGS.cell) as picture:
+    with open_image(image, SETTINGS) as picture:
         assert SETTINGS.cells(*picture.size) == (image.rows, image.columns)
         assert (picture.height, picture.width) == (image.rows * 28, image.columns * 28)
 
@@ -62,9 +64,10 @@ def test_positions_are_those_of_transformers(vision_folder: Callable[[str], Path
         mm_token_type_ids=torch.tensor([[int(one == token) for one in ids]]),
         image_grid_thw=torch.tensor([[1, 4, 6], [1, 8, 2], [1, 2, 2]]),
     )
-    ours = rotary_positions(np.array(ids, np.int32), images, token)
-    assert ours.tolist() == theirs[:, 0].tolist()
-    assert rotary_positions(np.array([7, 8, 9], np.int32), [], token).tolist() == [[0, 1, 2]] * 3
+    settings = replace(SETTINGS, token_id=token)
+    reader = PixelReader(image_processor(), settings)
+    assert reader.positions(np.array(ids, np.int32), images).tolist() == theirs[:, 0].tolist()
+    assert reader.positions(np.array([7, 8, 9], np.int32), []).tolist() == [[0, 1, 2]] * 3
 
 
 def rendered(row: dict[str, Any], folder: Path, settings: ImageSettings | None = SETTINGS) -> Any:
@@ -233,10 +236,10 @@ def test_an_image_that_changed_after_it_was_prepared_is_refused(tmp_path: Path) 
     image = find_image("1.png", tmp_path, SETTINGS)
     draw(path, "blue")
     with pytest.raises(DataError, match=r"data:7: image .*1\.png was changed since"):
-        PixelReader(make_processor(), SETTINGS).read([("data:7", [image])])
+        PixelReader(image_processor(), SETTINGS).read([("data:7", [image])])
     path.unlink()
     with pytest.raises(DataError, match=r"data:7: image .*1\.png .*No such file"):
-        PixelReader(make_processor(), SETTINGS).read([("data:7", [image])])
+        PixelReader(image_processor(), SETTINGS).read([("data:7", [image])])
 
 
 @pytest.fixture
@@ -287,13 +290,13 @@ def test_pictures_are_upright_and_in_colour(tmp_path: Path) -> None:
     exif = upright.getexif()
     exif[0x0112] = 8  # the camera was turned
     upright.transpose(Pillow.Transpose.ROTATE_270).save(tmp_path / "turned.png", exif=exif)
-    reader = PixelReader(make_processor(), SETTINGS)
+    reader = PixelReader(image_processor(), SETTINGS)
     one, other = (find_image(name, tmp_path, SETTINGS) for name in ("upright.png", "turned.png"))
-    torch.testing.assert_close(reader.read([("", [other])]).pixels, reader.read([("", [one])]).pixels, rtol=0, atol=0)
+    torch.testing.assert_close(reader.read([("", [other])]).tensors[PIXELS], reader.read([("", [one])]).tensors[PIXELS], rtol=0, atol=0)
     for mode in ("P", "L", "RGBA", "CMYK", "1"):
         name = tmp_path / f"{mode.replace(';', '')}.tiff"
         Pillow.new(mode, (60, 60)).save(name)
-        assert reader.read([("", [find_image(str(name), tmp_path, SETTINGS)])]).grid.tolist() == [[1, 4, 4]]
+        assert reader.read([("", [find_image(str(name), tmp_path, SETTINGS)])]).tensors[GRID].tolist() == [[1, 4, 4]]
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
@@ -305,7 +308,7 @@ def test_what_is_transparent_lies_on_white_as_in_transformers_own_processor(tmp_
     with Pillow.open(tmp_path / "lines.png") as saved:
         assert (saved.mode, saved.has_transparency_data) == (mode, True)
         theirs = make_processor()(images=saved, return_tensors="pt")["pixel_values"]
-    ours = PixelReader(make_processor(), SETTINGS).read([("", [find_image("lines.png", tmp_path, SETTINGS)])]).pixels
+    ours = PixelReader(image_processor(), SETTINGS).read([("", [find_image("lines.png", tmp_path, SETTINGS)])]).tensors[PIXELS]
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     assert ours.std() > 0.1
 

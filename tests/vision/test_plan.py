@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch._subclasses import FakeTensorMode
 from surefoot.config import DatasetItem, RunConfig
 from surefoot.data.collate import MicroBatch
 from surefoot.data.image_processor import Vision
+from surefoot.data.model_processor import GRID
 from surefoot.errors import ModelError
 from surefoot.methods.base import BatchTotals
 from surefoot.methods.sft.method import Sft, SftObjective
@@ -59,7 +61,7 @@ def real(model: Any) -> MicroBatch:
         targets=torch.randint(5, 40, (TRAINED,)),
         weights=None,
         row_refs=(),
-        vision=Vision(torch.randn(128, values), torch.tensor([[1, 8, 8], [1, 8, 8]])),
+        vision=Vision({"pixel_values": torch.randn(128, values), GRID: torch.tensor([[1, 8, 8], [1, 8, 8]])}, 2),
     )
 
 
@@ -83,7 +85,7 @@ def test_the_peak_is_that_of_real_tensors(
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(live.keep_gradient)
     with live:
-        batch = MicroBatch(**{**vars(batch), "vision": Vision(batch.vision.pixels.clone(), batch.vision.grid)})
+        batch = MicroBatch(**{**vars(batch), "vision": replace(batch.vision, tensors={**batch.vision.tensors, "pixel_values": batch.vision.tensors["pixel_values"].clone()})})
         objective.loss(batch, BatchTotals(LENGTH, TRAINED, float(TRAINED))).total.backward()
     seen = (*live.forward_moments(), *live.backward_moments())
     assert told.peak == pytest.approx(max(moment[0] for moment in seen), rel=0.06)

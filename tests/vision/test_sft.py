@@ -25,7 +25,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from surefoot import describe_data, export, load, train
 from surefoot.config import load_config
 from surefoot.data.collate import collate
-from surefoot.data.image_processor import limits_of, load_processor
+from surefoot.data.model_processor import limits_of, load_model_processor
 from surefoot.data.sampler import Position
 from surefoot.diagnostics.monitor.event_log import read_history
 from surefoot.distributed.process_group import World
@@ -38,7 +38,18 @@ from surefoot.planner.devices import Device
 from surefoot.planner.forecast import forecast
 from tests.support.data import write_jsonl
 from tests.support.models import make_model
-from tests.support.vision import COLOURS, KINDS, Make, built, draw, make_processor, opened, picture_rows
+from tests.support.vision import (
+    COLOURS,
+    KINDS,
+    Make,
+    built,
+    draw,
+    make_processor,
+    make_vision_model,
+    opened,
+    picture_rows,
+    vision_tokenizer,
+)
 
 TEXT_MODELS: dict[str, Any] = {
     "qwen2_5_vl": (Qwen2Config, Qwen2ForCausalLM),
@@ -370,16 +381,14 @@ def test_a_plan_counts_the_tower_as_it_is_trained(freezes: bool, vision: Any, vi
 def test_every_form_of_processor_files_is_read(size: dict[str, int], tmp_path: Path) -> None:
     made = json.loads(make_processor().to_json_string())
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": {**made, "size": size}}))
-    found = load_processor(tmp_path)
-    assert found is not None
-    assert limits_of(found, tmp_path) == (784, 12544)
+    config, tokenizer = make_vision_model("qwen2_5_vl", vision_tokenizer()).config, vision_tokenizer()
+    cutter = load_model_processor(tmp_path, config, tokenizer).image_processor
+    assert limits_of(cutter, tmp_path) == (784, 12544)
     (tmp_path / "processor_config.json").write_text(
         json.dumps({"image_processor": {**made, "size": {"height": 56, "width": 56}}})
     )
-    found = load_processor(tmp_path)
-    assert found is not None
     with pytest.raises(DataError, match="image processor .*size .*56.*least and largest"):
-        limits_of(found, tmp_path)
+        limits_of(load_model_processor(tmp_path, config, tokenizer).image_processor, tmp_path)
 
 
 @pytest.mark.parametrize(

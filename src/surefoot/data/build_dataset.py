@@ -11,8 +11,17 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from surefoot.config import DatasetItem, LoadedConfig
 from surefoot.data.dataset import Dataset
-from surefoot.data.image_processor import PROCESSORS, PixelReader, limits_of, load_processor
+from surefoot.data.image_processor import PixelReader
 from surefoot.data.images import ImageSettings
+from surefoot.data.model_processor import (
+    PROCESSORS,
+    ModelProcessor,
+    hash_processor,
+    limits_of,
+    load_model_processor,
+    processor_file,
+    vision_class,
+)
 from surefoot.data.prepare_pool import OnProgress, PrepareOptions
 from surefoot.data.render import TEXT_ONLY, RendererSource
 from surefoot.data.sample_selection import SampleOptions
@@ -20,8 +29,6 @@ from surefoot.data.sources import Source, find_sources, is_of_hub, may_list
 from surefoot.errors import ConfigError, DataError
 
 MAX_WORKERS = 16
-VISION_MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-"""Model types that number image positions as `images.rotary_positions` does."""
 
 
 @dataclass(frozen=True)
@@ -142,16 +149,15 @@ def open_images(
     Raises: ConfigError for impossible limits; DataError for a processor that cannot be read or does not fit.
     """
     config = loaded.run
-    if model.model_type not in VISION_MODEL_TYPES:
+    if vision_class(model) is None:
         unused = [name for name in IMAGE_SETTINGS if getattr(config, name)]
         if unused:
             raise ConfigError(
                 f"{', '.join(unused)}: a setting of images, but {config.model} ({model.model_type}) reads none. Drop "
-                f"it, or take a model of {', '.join(sorted(VISION_MODEL_TYPES))} ({loaded.where(*unused)})."
+                f"it, or take a model that reads images, such as Qwen3-VL ({loaded.where(*unused)})."
             )
         return None, TEXT_ONLY
-    processor = load_processor(base)
-    if processor is None:
+    if processor_file(base) is None:
         names, setting = " or ".join(PROCESSORS), ""
         if config.tuning == "full" and not config.freeze_vision_tower:
             setting, demand = "freeze_vision_tower", "freeze_vision_tower=false"
@@ -163,35 +169,55 @@ def open_images(
                 f"none ({loaded.where(setting)})."
             )
         return None, f"the model's folder has no {names}, which says how to cut them"
-    token_id = int(model.image_token_id)
-    least, most = limits_of(processor, base)
+    processor = load_model_processor(base, model, tokenizer)
+    image_settings = ImageSettings(
+        token=processor.token,
+        token_id=int(model.image_token_id),
+        patch_size=0,
+        merge_size=0,
+        min_pixels=0,
+        max_pixels=config.max_pixels or 0,
+        folder=config.image_dir,
+        allow_urls=config.allow_image_urls,
+    )
+    if processor.has_cells:
+        return PixelReader(processor, _set_cells(image_settings, loaded, base, model, processor)), ""
+    if config.min_pixels is not None:
+        raise ConfigError(
+            f"min_pixels={config.min_pixels}: the processor of {model.model_type} decides itself how far a small image "
+            f"is enlarged. Drop min_pixels ({loaded.where('min_pixels')})."
+        )
+    return PixelReader(
+        processor, replace(image_settings, processor=str(base), processor_sha256=hash_processor(base))
+    ), ""
+
+
+def _set_cells(
+    settings: ImageSettings, loaded: LoadedConfig, base: Path, model: PreTrainedConfig, processor: ModelProcessor
+) -> ImageSettings:
+    """Return the settings with the size of cells and the limits of an image's pixels.
+
+    Raises: ConfigError for impossible limits; DataError for a processor that does not fit the model.
+    """
+    config, cutter, vision = loaded.run, processor.image_processor, model.vision_config
+    least, most = limits_of(cutter, base)
     least, most = config.min_pixels or least, config.max_pixels or most
-    cell = processor.patch_size * processor.merge_size
+    cell = cutter.patch_size * cutter.merge_size
     if least > most or most < cell**2:
         raise ConfigError(
             f"min_pixels={least}, max_pixels={most}: an image has at least {cell}x{cell} pixels, one cell of "
             f"{model.model_type}, and its least number cannot be above its largest "
             f"({loaded.where('max_pixels', 'min_pixels')})."
         )
-    vision = model.vision_config
-    actual = (processor.patch_size, processor.merge_size, processor.temporal_patch_size)
+    actual = (cutter.patch_size, cutter.merge_size, cutter.temporal_patch_size)
     expected = (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
     if actual != expected:
         raise DataError(
             f"{base}: its image processor cuts patches of (side, merged, frames) {actual}, its vision tower reads "
             f"{expected}. The files are of two models."
         )
-    settings = ImageSettings(
-        token=str(tokenizer.convert_ids_to_tokens(token_id)),
-        token_id=token_id,
-        patch_size=processor.patch_size,
-        merge_size=processor.merge_size,
-        min_pixels=least,
-        max_pixels=most,
-        folder=config.image_dir,
-        allow_urls=config.allow_image_urls,
-    )
-    return PixelReader(processor, settings), ""
+    patch_size, merge_size, _ = actual
+    return replace(settings, patch_size=patch_size, merge_size=merge_size, min_pixels=least, max_pixels=most)
 
 
 def held_out_side(dataset: Dataset) -> Dataset:

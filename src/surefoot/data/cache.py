@@ -206,6 +206,8 @@ def renderer_key(source: RendererSource) -> str:
     """Return a hash over everything that affects rendering and tokenising, library versions included."""
     values: dict[str, Any] = {**asdict(source), "versions": [transformers.__version__, tokenizers.__version__]}
     values["why_blind"] = values.pop("no_vision_reason")  # its name in the keys of earlier versions, which stay valid
+    if source.images is not None and source.images.processor is None:  # they had no such settings
+        values["images"] = {name: value for name, value in values["images"].items() if "processor" not in name}
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -1,122 +1,122 @@
-"""Image processing: from images to the input of a vision tower, patches of pixels and their grid."""
+"""Image reading: from the images of samples to the input of a vision tower, as the model's processor makes it."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from io import BytesIO
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image as Pillow
 from torch import Tensor
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from torch.nn import functional as F
 
-from surefoot.data.images import Image, ImageSettings, open_image, rotary_positions
+from surefoot.data.images import Image, ImageSettings, open_image
+from surefoot.data.model_processor import BLANK_SIDE, ModelProcessor
 from surefoot.errors import DataError
-from surefoot.system.json_files import read_object
 
-PATCH_CACHE_BYTES = 256 << 20
-"""Size limit of the patch cache: the images of prompts are used again when their completions are trained."""
-PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-"""Names of processor files; transformers 5 writes the second if it saves a whole processor."""
+TENSOR_CACHE_BYTES = 256 << 20
+"""Size limit of the tensor cache: the images of prompts are used again when their completions are trained."""
 
 
 @dataclass(frozen=True)
 class Vision:
-    """Input of the vision tower in one forward. Shapes: pixels float32 [P, D], a row a patch; grid int64 [I, 3]."""
+    """Input of the vision tower in one forward: the arguments of the model's `get_image_features`, by name."""
 
-    pixels: Tensor
-    grid: Tensor
-    """Patches of each image along time, height and width."""
+    tensors: Mapping[str, Tensor]
+    num_images: int
     is_blank: bool = False
-    """Whether the tokens contain no image, so that the patches are of a blank one."""
+    """Whether the tokens contain no image, so that the tensors are of a blank one."""
+
+    @property
+    def num_patches(self) -> int:
+        """Rows of pixels: patches where the processor cuts them, else tiles of images."""
+        pixels = self.tensors["pixel_values"]
+        return pixels.shape[:-1].numel() if pixels.dim() < 4 else pixels.shape[:-3].numel()
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> "Vision":
         """Return the same input on `device`."""
-        pixels, grid = (tensor.to(device, non_blocking=non_blocking) for tensor in (self.pixels, self.grid))
-        return Vision(pixels, grid, self.is_blank)
+        moved = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.tensors.items()}
+        return replace(self, tensors=moved)
 
 
 class PixelReader:
     """A reader that opens images as the processor of a model does."""
 
-    def __init__(self, processor: Qwen2VLImageProcessorPil, settings: ImageSettings) -> None:
+    def __init__(self, processor: ModelProcessor, settings: ImageSettings) -> None:
         self.settings = settings
         self._processor = processor
-        self._cached_patches: OrderedDict[Image, Tensor] = OrderedDict()
+        self._cached: OrderedDict[tuple[Image, ...], dict[str, Tensor]] = OrderedDict()
 
     def read(self, samples: Sequence[tuple[str, Sequence[Image]]]) -> Vision:
-        """Return the patches of all images of `samples`, (place, images) each, in order; without images, a blank cell.
+        """Return the tensors of all images of `samples`, (place, images) each, in order; without images, a blank one.
 
         Thus every forward runs the vision tower: ranks that share it never wait for a rank whose rows are all text.
         Raises: DataError if an image is missing, broken or changed, with the place of its row.
         """
-        merge = self.settings.merge_size
-        pixels: list[Tensor] = []
-        grid: list[list[int]] = []
+        parts: list[dict[str, Tensor]] = []
+        num_images = 0
         for place, images in samples:
-            for image in images:
-                try:
-                    pixels.append(self._load_patches(image))
-                except DataError as error:
-                    raise DataError(f"{place}: {error}") from error
-                grid.append([1, image.rows * merge, image.columns * merge])
-        if not pixels:
-            patch = self._processor.temporal_patch_size * 3 * self.settings.patch_size**2
-            return Vision(torch.zeros(merge**2, patch), torch.tensor([[1, merge, merge]]), is_blank=True)
-        return Vision(torch.cat(pixels), torch.tensor(grid))
+            if not images:
+                continue
+            num_images += len(images)
+            try:
+                parts.append(self._load_tensors(tuple(images)))
+            except DataError as error:
+                raise DataError(f"{place}: {error}") from error
+        if not parts:
+            return Vision(self._blank, 1, is_blank=True)
+        return Vision({name: _join([part[name] for part in parts]) for name in parts[0]}, num_images)
 
     def png(self, image: Image, place: str) -> bytes:
         """Return the scaled image as a PNG file, not cut into patches. Raises: DataError, with its row's place."""
         file = BytesIO()
         try:
-            with open_image(image, self.settings.cell) as picture:
+            with open_image(image, self.settings) as picture:
                 picture.save(file, "PNG", compress_level=1)
         except DataError as error:
             raise DataError(f"{place}: {error}") from error
         return file.getvalue()
 
     def positions(self, ids: NDArray[np.int32], images: Sequence[Image]) -> Tensor:
-        """Return `rotary_positions` of a sample as a tensor: int64 [3, n]."""
-        return torch.from_numpy(rotary_positions(ids, images, self.settings.token_id))
+        """Return the positions of a sample's tokens: int64 [n], or [3, n] where images have rows and columns."""
+        merge = self._processor.merge_size or 1
+        grid = torch.tensor([[1, image.rows * merge, image.columns * merge] for image in images]) if images else None
+        return self._processor.positions(torch.from_numpy(ids.astype(np.int64)), grid, self.settings.token_id)
 
-    def _load_patches(self, image: Image) -> Tensor:
-        """Return the patches of one image, from the cache of the most recently used ones if possible."""
-        patches = self._cached_patches.pop(image, None)
-        if patches is None:
-            with open_image(image, self.settings.cell) as picture:
-                patches = self._processor(images=picture, do_resize=False, return_tensors="pt")["pixel_values"]
-        self._cached_patches[image] = patches
-        while (
-            len(self._cached_patches) > 1
-            and sum(cached.nbytes for cached in self._cached_patches.values()) > PATCH_CACHE_BYTES
-        ):
-            self._cached_patches.popitem(last=False)
-        return patches
+    @cached_property
+    def _blank(self) -> dict[str, Tensor]:
+        return self._processor.blank(BLANK_SIDE if self.settings.processor is not None else self.settings.cell)
 
-
-def load_processor(folder: Path) -> Qwen2VLImageProcessorPil | None:
-    """Load the image processor of a model's folder; None if it has none. Raises: DataError if it cannot be read."""
-    present = next((folder / name for name in PROCESSORS if (folder / name).is_file()), None)
-    if present is None:
-        return None
-    try:
-        read_object(present)
-        processor: Qwen2VLImageProcessorPil = Qwen2VLImageProcessorPil.from_pretrained(str(folder))
-    except Exception as error:  # its fields are checked in many ways, or not at all
-        raise DataError(f"{present}: its image processor cannot be read: {error}") from error
-    return processor
+    def _load_tensors(self, images: tuple[Image, ...]) -> dict[str, Tensor]:
+        """Return the tensors of a sample's images, from the cache of the most recently used ones if possible."""
+        tensors = self._cached.pop(images, None)
+        if tensors is None:
+            pictures: list[Pillow.Image] = []
+            try:
+                for image in images:
+                    pictures.append(open_image(image, self.settings))
+                tensors, _ = self._processor.process(pictures, do_resize=self.settings.processor is not None)
+            finally:
+                for picture in pictures:
+                    picture.close()
+        self._cached[images] = tensors
+        while len(self._cached) > 1 and sum(map(_count_bytes, self._cached.values())) > TENSOR_CACHE_BYTES:
+            self._cached.popitem(last=False)
+        return tensors
 
 
-def limits_of(processor: Qwen2VLImageProcessorPil, folder: Path) -> tuple[int, int]:
-    """Return (least, most) pixels of an image, under either pair of names. Raises: DataError if they are missing."""
-    size = processor.size
-    limits = (size.shortest_edge or size.min_pixels, size.longest_edge or size.max_pixels)
-    if None in limits:
-        raise DataError(
-            f"{folder}: its image processor has size {size}, which says no least and largest number of pixels "
-            "(shortest_edge, longest_edge). Correct it, or take the model's own"
-        )
-    least, most = limits
-    return int(least), int(most)
+def _count_bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _join(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors of several samples as processors do it: other dimensions are filled with zeros at the end."""
+    shape = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    padded = []
+    for tensor in tensors:
+        missing = [most - size for most, size in zip(shape, tensor.shape[1:], strict=True)]
+        padded.append(F.pad(tensor, [n for size in reversed(missing) for n in (0, size)]) if any(missing) else tensor)
+    return torch.cat(padded)

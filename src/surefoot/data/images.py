@@ -1,7 +1,8 @@
 """Finding, checking, measuring and opening images. No torch is imported here, because data workers use this module.
 
-An image is scaled once, to whole cells of the vision tower (`patch_size` x `merge_size` pixels, one token each) between
-`min_pixels` and `max_pixels`. Trainer and engine both receive those pixels.
+For most models, the processor of the model scales an image (`surefoot.data.model_processor`). Where images are grids of
+cells (`patch_size` x `merge_size` pixels, one token each), an image is scaled here, once, to whole cells between
+`min_pixels` and `max_pixels`, so that data workers need no torch. Trainer and engine both receive those pixels.
 
 Source of the scaling: Qwen2-VL, https://arxiv.org/abs/2409.12191, as transformers' Qwen2VLImageProcessor does it.
 """
@@ -16,13 +17,11 @@ import re
 import stat
 import urllib.parse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from PIL import Image as Pillow
 from PIL import ImageOps, UnidentifiedImageError
 
@@ -45,15 +44,22 @@ class ImageSettings:
     """Image settings of a model as plain data: part of the cache key of prepared data."""
 
     token: str
-    """Token that represents one cell of an image."""
+    """Placeholder of an image in the text of the chat template; with cells, also the token of each cell."""
     token_id: int
+    """Token of each vector that the vision tower makes of an image."""
     patch_size: int
+    """Side of a patch in pixels; like `merge_size` and `min_pixels`, 0 without cells."""
     merge_size: int
     min_pixels: int
     max_pixels: int
+    """Largest number of pixels; 0 if only the processor limits them."""
     folder: str | None = None
     """Folder to which paths in rows are relative; None: that of the data file, or else the working directory."""
     allow_urls: bool = False
+    processor: str | None = None
+    """Folder of the processor that says which text stands for an image; None if images are grids of cells."""
+    processor_sha256: str | None = None
+    """Hash of that folder's processor files."""
 
     @property
     def cell(self) -> int:
@@ -85,7 +91,7 @@ class Image:
     """Size and mtime of the file at that time."""
     rows: int
     columns: int
-    """Size in cells (`rows`, `columns`)."""
+    """Size in cells (`rows`, `columns`); one row of tokens for a processor without cells."""
 
     @property
     def num_tokens(self) -> int:
@@ -105,11 +111,19 @@ class BadImage(BadRow):
 
 
 def find_image(source: ImageSource, folder: Path, settings: ImageSettings) -> Image:
-    """Find and measure the image that a row names. Bytes and downloads are stored in the cache.
+    """Find and measure the image that a row names, in cells. Bytes and downloads are stored in the cache.
 
     `folder`: that of the row's file. Raises: BadImage if it is missing or broken, BadRow if it is not allowed;
     StorageError.
     """
+    image, picture = find_picture(source, folder, settings)
+    with picture:
+        rows, columns = settings.cells(*picture.size)
+    return replace(image, rows=rows, columns=columns)
+
+
+def find_picture(source: ImageSource, folder: Path, settings: ImageSettings) -> tuple[Image, Pillow.Image]:
+    """Return the image that a row names, not measured yet, and its pixels. See `find_image`."""
     path = _resolve_path(source, folder, settings)
     try:
         content, stamp = _read_regular_file(path)
@@ -117,9 +131,7 @@ def find_image(source: ImageSource, folder: Path, settings: ImageSettings) -> Im
     except BadImage as error:
         error.looked_for = (str(path),)
         raise
-    with picture:
-        rows, columns = settings.cells(*picture.size)
-    return Image(str(path), hashlib.sha256(content).hexdigest(), stamp, rows, columns)
+    return Image(str(path), hashlib.sha256(content).hexdigest(), stamp, 0, 0), picture
 
 
 def has_changed(image: Image) -> bool:
@@ -135,8 +147,8 @@ def stamp_now(path: str) -> tuple[int, int] | None:
         return None
 
 
-def open_image(image: Image, cell: int) -> Pillow.Image:
-    """Return the pixels for the model: RGB, scaled to whole cells of `cell` pixels.
+def open_image(image: Image, settings: ImageSettings) -> Pillow.Image:
+    """Return the pixels for the model: RGB, scaled to whole cells if images have cells.
 
     Raises: DataError if the file is missing, broken or not the one that was prepared.
     """
@@ -147,10 +159,25 @@ def open_image(image: Image, cell: int) -> Pillow.Image:
                 f"image {image.path} was changed since its row was prepared. Start again: rows whose images have "
                 "changed are prepared anew then"
             )
-        with _decode(content, image.path) as picture:
-            return picture.resize((image.columns * cell, image.rows * cell), Pillow.Resampling.BICUBIC)
+        picture = _decode(content, image.path)
+        if settings.processor is not None:
+            return limit_pixels(picture, settings)
+        with picture:
+            size = (image.columns * settings.cell, image.rows * settings.cell)
+            return picture.resize(size, Pillow.Resampling.BICUBIC)
     except BadRow as error:
         raise DataError(str(error)) from error
+
+
+def limit_pixels(picture: Pillow.Image, settings: ImageSettings) -> Pillow.Image:
+    """Return a picture scaled down to `max_pixels`, in its own proportions; itself if it is small enough."""
+    width, height = picture.size
+    if not settings.max_pixels or width * height <= settings.max_pixels:
+        return picture
+    scale = math.sqrt(settings.max_pixels / (width * height))
+    size = tuple(max(1, math.floor(side * scale)) for side in (width, height))
+    with picture:
+        return picture.resize(size, Pillow.Resampling.BICUBIC)
 
 
 def _resolve_path(source: ImageSource, folder: Path, settings: ImageSettings) -> Path:
@@ -334,26 +361,3 @@ def _describe_too_large(name: str, pixels: str) -> BadImage:
         f"image {name} has {pixels} pixels, and no more than {MAX_PIXELS} are decoded, which takes 2 GiB of memory. "
         "Scale it down"
     )
-
-
-def rotary_positions(ids: NDArray[np.int32], images: Sequence[Image], token_id: int) -> NDArray[np.int64]:
-    """Return the rotary positions of a sample's tokens: time, row and column, [3, n].
-
-    Text advances all three. The cells of an image count rows and columns from the image's first position, and the
-    text after it continues behind the longer of the two (M-RoPE, https://arxiv.org/abs/2409.12191, section 2.1).
-    """
-    parts: list[NDArray[np.int64]] = []
-    token_index = position = 0
-    for image in images:
-        begin = token_index + int(np.argmax(ids[token_index:] == token_id))
-        parts.append(_build_text_positions(position, begin - token_index))
-        position += begin - token_index
-        row, column = np.indices((image.rows, image.columns)).reshape(2, -1)
-        parts.append(position + np.stack([np.zeros_like(row), row, column]))
-        position += max(image.rows, image.columns)
-        token_index = begin + image.num_tokens
-    return np.concatenate([*parts, _build_text_positions(position, len(ids) - token_index)], axis=1)
-
-
-def _build_text_positions(first: int, count: int) -> NDArray[np.int64]:
-    return np.tile(np.arange(first, first + count, dtype=np.int64), (3, 1))

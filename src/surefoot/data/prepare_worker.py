@@ -4,7 +4,8 @@
 
 loads the tokenizer once, then forks a worker for each pair of open file descriptors; the workers share its memory. A
 worker reads jobs, one JSON object a line, writes the shards itself, and answers each job with a line. It ends when the
-jobs end, so it never outlives the process that started it. No torch is imported here, and nothing runs in threads.
+jobs end, so it never outlives the process that started it. No torch is imported here, unless the processor of a model
+must measure images; it is then loaded before the fork. Nothing runs in threads.
 """
 
 import ctypes
@@ -43,6 +44,8 @@ class Preparer:
         self._renderer = Renderer(source)
         self._readers: dict[Path, Reader] = {}
         self._chunks = ChunkReader()
+        if source.images is not None and source.images.processor is not None:
+            self._renderer.image_layout.load()
 
     def prepare(self, recipe: FileRecipe, chunk: Chunk) -> None:
         """Write the shard of a chunk. Raises: DataError for errors that no single row causes; StorageError."""

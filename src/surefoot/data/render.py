@@ -10,7 +10,7 @@ from datetime import date
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from surefoot.data.conversation import BadRow, Conversation
+from surefoot.data.image_text import insert_image_texts, wrong_number_of_images
 from surefoot.data.images import Image, ImageSettings, find_image
 from surefoot.data.oddities import Oddity
 from surefoot.data.template import RENDER_DEADLINE_S, ChatTemplate, Span, TemplateSource, Text
@@ -25,7 +26,10 @@ from surefoot.data.template_process import TEMPLATE_PROCESS, Rendering
 from surefoot.errors import DataError, ModelError, is_panic
 from surefoot.system.atomic_io import cache_folder, write_bytes
 
-TEXT_ONLY = "this model reads text only; Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE read images"
+if TYPE_CHECKING:
+    from surefoot.data.image_layout import ImageLayout
+
+TEXT_ONLY = "this model reads text only; take a model that reads images, such as Qwen3-VL, Gemma 3 or InternVL"
 
 
 TODAY = re.compile(r"strftime_now\(\s*(?P<quote>['\"])(?P<format>.*?)(?P=quote)\s*\)")
@@ -254,7 +258,20 @@ class Renderer:
         text = self.template.render(conversation)
         if not sources or settings is None:
             return text
-        return replace(text, images=tuple(find_image(source, folder, settings) for source in sources))
+        if settings.processor is None:
+            return replace(text, images=tuple(find_image(source, folder, settings) for source in sources))
+        images, image_texts = self.image_layout.measure(sources, folder, settings)
+        text = insert_image_texts(text, settings.token, image_texts, self.template.control)
+        return replace(text, images=images)
+
+    @cached_property
+    def image_layout(self) -> "ImageLayout":
+        """The processor that measures images. It needs torch, so only workers whose images need it load it."""
+        from surefoot.data.image_layout import ImageLayout
+
+        assert self._source.images is not None
+        assert self._source.images.processor is not None
+        return ImageLayout(Path(self._source.images.processor))
 
     def tokenize(self, texts: Sequence[Text], *, with_bounds: bool = False) -> Iterator[Rendered | BadRow]:
         """Yield token ids and spans, in order; a text that cannot be tokenised safely yields the reason instead.
@@ -310,11 +327,13 @@ class Renderer:
         if settings is None:
             return sample
         indices = np.flatnonzero(sample.ids == settings.token_id)
+        if settings.processor is not None:
+            expected = sum(image.num_tokens for image in sample.images)
+            if len(indices) != expected:
+                raise BadRow(f"its text has {len(indices)} tokens of images, and its images have {expected}")
+            return sample
         if len(indices) != len(sample.images):
-            raise BadRow(
-                f"the chat template shows {len(indices)} images ({settings.token}) of the row's {len(sample.images)}. "
-                "Give another one with chat_template"
-            )
+            raise wrong_number_of_images(len(indices), settings.token, len(sample.images))
         counts = np.ones(len(sample.ids), np.int64)
         counts[indices] = [image.num_tokens for image in sample.images]
         starts = np.concatenate([[0], np.cumsum(counts)])

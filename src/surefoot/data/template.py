@@ -84,7 +84,7 @@ class ChatTemplate:
     def __init__(self, source: TemplateSource) -> None:
         self.source = source
         self._controls = sorted(filter(None, source.controls), key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, self._controls)) or r"(?!)")
+        self.control = re.compile("|".join(map(re.escape, self._controls)) or r"(?!)")
 
     def render(self, conversation: Conversation) -> Text:
         """Return the text of a conversation and its trained spans.
@@ -94,7 +94,7 @@ class ChatTemplate:
         """
         if conversation.kind not in ("chat", "prompt"):
             conversation = self._strip_special_tokens(conversation)
-        hidden = HiddenConversation(conversation, self._control)
+        hidden = HiddenConversation(conversation, self.control)
         if conversation.kind == "chat":
             text, spans = self._render_chat(hidden.conversation)
         elif conversation.kind == "prompt":
@@ -184,7 +184,7 @@ class ChatTemplate:
 
     def _find_header_end(self, shared: str, least: int) -> int:
         """Return the end of the last special token of a cut generation prompt and its line (a role); 0 without one."""
-        controls = [match.end() for match in self._control.finditer(shared) if match.end() > least]
+        controls = [match.end() for match in self.control.finditer(shared) if match.end() > least]
         line = shared.find("\n", controls[-1]) + 1 if controls else 0
         return line or max(controls, default=0)
 
@@ -202,7 +202,7 @@ class ChatTemplate:
         text, ends = self._plain_rendering, []
         for answer in ("A1", "A2"):
             behind = text.find(answer) + len(answer)
-            match = self._control.search(text, behind) if answer in text else None
+            match = self.control.search(text, behind) if answer in text else None
             if match is not None and not text[behind : match.start()].strip():
                 ends.append(match.group())
         ends += [self.source.eos, "<|eom_id|>"]  # Llama 3.1 ends a turn that waits for a tool with the latter
@@ -234,7 +234,7 @@ class ChatTemplate:
                 self._apply_template(question, (), add_generation_prompt=True),
                 self._apply_template(question, ()),
             )
-            return frozenset(self._control.findall(before[len(bare) :]))
+            return frozenset(self.control.findall(before[len(bare) :]))
         return frozenset()
 
     def _find_end_of_turn(self, text: str, begin: int) -> int | None:
@@ -244,7 +244,7 @@ class ChatTemplate:
         if 0 < end <= header:
             return end
         # The turn does not end like a plain one: in some models, a call ends with a token of its own.
-        last = [match.end() for match in self._control.finditer(text, begin, header)]
+        last = [match.end() for match in self.control.finditer(text, begin, header)]
         return last[-1] if last and not text[last[-1] : header].strip() else None
 
     def _check_tools_shown(self, conversation: Conversation, text: str) -> None:
@@ -315,7 +315,7 @@ class ChatTemplate:
         ) or any(self._has_second_end(text, span.end) for span in spans)
 
     def _has_second_end(self, text: str, end: int) -> bool:
-        match = self._control.match(text, end)
+        match = self.control.match(text, end)
         return match is not None and match.group() in (
             self.source.eos,
             *(self._ends if self.source.template else ()),
@@ -347,7 +347,7 @@ class ChatTemplate:
         """Return the text with look-alikes restored, cut into control tokens and plain text."""
         pieces: list[tuple[str, bool]] = []
         end = 0
-        for match in self._control.finditer(hidden_text):
+        for match in self.control.finditer(hidden_text):
             pieces.append((hidden.restore(hidden_text[end : match.start()]), False))
             pieces.append((match.group(), True))
             end = match.end()

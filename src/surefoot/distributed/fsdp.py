@@ -23,7 +23,7 @@ from transformers.distributed.expert_parallel import apply_expert_parallelism
 from surefoot.distributed import gloo_collectives
 from surefoot.distributed.parallel_dims import Layout, Meshes
 from surefoot.models.experts import experts_of, is_fused_experts
-from surefoot.models.vision import vision_tower
+from surefoot.models.vision import tower_blocks
 
 T = TypeVar("T")
 
@@ -45,8 +45,7 @@ class Sharding:
         ignored = ignored | self._shard_experts(model, ignored)
         layers = model.get_decoder().layers
         # One group for all LoRA parameters: they are few, and each group costs two collectives per step.
-        tower = vision_tower(model)
-        for blocks in (layers, getattr(tower[1], "blocks", ()) if tower is not None else ()):
+        for blocks in (layers, tower_blocks(model)):
             if layout.zero_stage == 3 or all(p.requires_grad for block in blocks for p in block.parameters()):
                 for block in blocks:
                     self._fully_shard(block, self.meshes.dense, ignored, free=layout.zero_stage == 3)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from surefoot.data.collate import MicroBatch
 from surefoot.distributed.fsdp import as_fsdp_forward, reshard
-from surefoot.models.vision import embed_images, image_tokens
+from surefoot.models.vision import embed_images, image_tokens, text_arguments
 
 CHUNK_TOKENS = 512
 """Number of trained tokens whose logits exist at the same time."""
@@ -23,8 +23,8 @@ def vision_inputs(batch: MicroBatch, model: PreTrainedModel) -> dict[str, Any]:
     """Return `text_inputs` with the vision tower's embeddings of the images."""
     arguments, vision = text_inputs(batch), batch.vision
     if vision is None:
-        return arguments
-    return {**arguments, **embed_images(model, batch.ids, vision.pixels, vision.grid, is_blank=vision.is_blank)}
+        return {**arguments, **text_arguments(model, batch.ids)}
+    return {**arguments, **embed_images(model, batch.ids, vision.tensors, is_blank=vision.is_blank)}
 
 
 def text_inputs(batch: MicroBatch) -> dict[str, Any]:

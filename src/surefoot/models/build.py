@@ -109,8 +109,8 @@ def build_without_storage(
         model.set_experts_implementation(experts.IMPLEMENTATION)
     if targets is not None:
         _mark_trainable(model, targets)
-    elif freeze_vision:
-        _freeze_vision(model)
+    else:
+        _freeze_beside_text(model, freeze_vision=freeze_vision)
     return _prepare_for_training(model, targets, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
 
 
@@ -150,8 +150,8 @@ def build_model(
     def mark(model: PreTrainedModel) -> None:
         if lora is not None:
             _mark_trainable(model, attached_targets[-1])
-        elif freeze_vision:
-            _freeze_vision(model)
+        else:
+            _freeze_beside_text(model, freeze_vision=freeze_vision)
 
     if sharding is not None:
         cls = _add_sharding_to_class(cls, sharding, mark)
@@ -311,8 +311,9 @@ def _mark_trainable(model: PreTrainedModel, targets: LoraTargets) -> None:
             parameter.requires_grad_(is_lora(name) or name in trained_routers)
 
 
-def _freeze_vision(model: PreTrainedModel) -> None:
-    names = vision.vision_names(model)
+def _freeze_beside_text(model: PreTrainedModel, *, freeze_vision: bool) -> None:
+    """Freeze the parts that read audio, and with `freeze_vision` those that read images."""
+    names = vision.vision_names(model) if freeze_vision else vision.audio_names(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in names)
 

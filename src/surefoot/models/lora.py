@@ -29,7 +29,7 @@ from surefoot.models.dtensor_blocks import block_of
 from surefoot.models.experts import PROJECTIONS, is_fused_experts
 from surefoot.models.quantization.base import FLOAT, FrozenLinear, WeightFormat, format_of, keep_stored, stored_weight
 from surefoot.models.routing import router_names
-from surefoot.models.vision import vision_tower
+from surefoot.models.vision import vision_names, vision_parts
 
 GROUPS = ("attention", "mlp", "experts", "router", "all", "vision")
 OF_MLPS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
@@ -215,14 +215,15 @@ def _collect_groups(model: PreTrainedModel) -> dict[str, list[str]]:
     routers = router_names(model)
     experts = [name for name, module in model.named_modules() if is_fused_experts(module)]
     attention, mlp = [], []
-    tower = vision_tower(model)
-    in_tower = (
-        [f"{tower[0]}.{name}" for name, module in tower[1].named_modules() if isinstance(module, nn.Linear)]
-        if tower is not None
-        else []
-    )
+    in_tower = [
+        f"{part}.{name}".rstrip(".")
+        for part, owner in vision_parts(model).items()
+        for name, module in owner.named_modules()
+        if isinstance(module, nn.Linear)
+    ]
+    beside_text = {name.rpartition(".")[0] for name in vision_names(model)}
     for name, module in model.named_modules():
-        if name in in_tower:
+        if name in beside_text:
             continue
         if isinstance(module, nn.Linear) and ".layers." in f".{name}" and name not in routers:
             parents = name.split(".")[:-1]

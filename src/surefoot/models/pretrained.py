@@ -140,7 +140,8 @@ def _get_upper_bound(name: str) -> float:
 
 def model_class(folder: Path, config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return the class with a language-model head for a config; for a vision-language model the full class."""
-    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
+    # Some configs with a vision_config are in both mappings: the first would be the language model alone.
+    for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
         if type(config) in mapping:
             entry = mapping[type(config)]
             stock: type[PreTrainedModel] = entry[0] if isinstance(entry, tuple) else entry

@@ -3,14 +3,17 @@
 The tower includes the module that merges its patches into tokens. It is frozen unless it is targeted by name.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+"""Names under which models take a mask of the tokens that stand for images."""
 TOWER_ATTENTION = "sdpa"
 """Attention function of transformers in which images do not attend to each other, and no batch of text is packed."""
 
@@ -23,18 +26,65 @@ def vision_tower(model: PreTrainedModel) -> tuple[str, nn.Module] | None:
     return next((name, module) for name, module in model.named_modules() if module is tower)
 
 
+def vision_parts(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return the modules beside the language model that make vectors of images, by name: tower and projector."""
+    return {name: module for name, module in _parts_beside_text(model).items() if not _is_audio(name)}
+
+
 def vision_names(model: PreTrainedModel) -> set[str]:
-    """Return the names of the parameters of the tower."""
+    """Return the names of the parameters that are no part of the language model: of the tower, its projector, others.
+
+    Parts that read audio are among them: without audio they get no gradient, and could not be trained.
+    """
+    if vision_tower(model) is None:
+        return set()
+    owner = model.base_model
+    names = {
+        f"{name}.{leaf}" for name, part in _parts_beside_text(model).items() for leaf, _ in part.named_parameters()
+    }
+    own = {id(parameter) for _, parameter in owner.named_parameters(recurse=False)}
+    return names | {name for name, parameter in model.named_parameters() if id(parameter) in own}
+
+
+def audio_names(model: PreTrainedModel) -> set[str]:
+    """Return the names of the parameters that read audio."""
+    return {
+        f"{name}.{leaf}"
+        for name, part in _parts_beside_text(model).items()
+        if _is_audio(name)
+        for leaf, _ in part.named_parameters()
+    }
+
+
+def _parts_beside_text(model: PreTrainedModel) -> dict[str, nn.Module]:
+    if vision_tower(model) is None:
+        return {}
+    owner, decoder, head = model.base_model, model.get_decoder(), model.get_output_embeddings()
+    names = {module: name for name, module in model.named_modules()}
+    return {
+        names[part]: part
+        for part in owner.children()
+        if part is not head and all(module is not decoder for module in part.modules())
+    }
+
+
+def _is_audio(name: str) -> bool:
+    return any(word in name.rpartition(".")[2] for word in ("audio", "speech"))
+
+
+def tower_blocks(model: PreTrainedModel) -> Sequence[nn.Module]:
+    """Return the blocks of the tower, its longest list of modules; empty for a model that reads text only."""
     tower = vision_tower(model)
-    return {f"{tower[0]}.{name}" for name, _ in tower[1].named_parameters()} if tower is not None else set()
+    lists = [module for module in tower[1].modules() if isinstance(module, nn.ModuleList)] if tower is not None else []
+    return max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()), default=())
 
 
 def attention_of(config: PreTrainedConfig, implementation: str) -> str | dict[str, str]:
-    """Return the setting for transformers that gives the decoder an attention function and the tower its own."""
+    """Return the setting for transformers that gives the decoder an attention function and the other parts theirs."""
     if "vision_config" not in config.sub_configs:
         return implementation
-    others = {name: implementation for name in config.sub_configs if name != "vision_config"}
-    return {"": implementation, **others, "vision_config": TOWER_ATTENTION}
+    names = {name: implementation if name == "text_config" else TOWER_ATTENTION for name in config.sub_configs}
+    return {"": implementation, **names}
 
 
 @contextmanager
@@ -48,26 +98,42 @@ def attention(model: PreTrainedModel, implementation: str) -> Iterator[None]:
         model.set_attn_implementation(attention_of(model.config, before))
 
 
+def text_arguments(model: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
+    """Return the arguments of the decoder's forward for tokens without images."""
+    return {"input_ids": ids, **_token_types(model, ids)}
+
+
 def embed_images(
-    model: PreTrainedModel, ids: Tensor, pixels: Tensor, grid: Tensor, *, is_blank: bool
+    model: PreTrainedModel, ids: Tensor, tensors: Mapping[str, Tensor], *, is_blank: bool
 ) -> dict[str, Any]:
     """Return the arguments of the decoder's forward for tokens and images.
 
-    If the tokens contain no image (`is_blank`), zero times the tower's output for the pixels is added to the tokens'
+    `tensors`: the arguments of the model's `get_image_features`, as its processor makes them.
+    If the tokens contain no image (`is_blank`), zero times the tower's output is added to the tokens'
     embeddings. So the tower's parts get a gradient on every rank; and the first decoder layer's input has one on every
     rank, without which FSDP would sum its gradients at another time there, and the ranks would wait for ever.
-    Shapes: ids [1, T], pixels [P, D], grid [I, 3].
+    Shapes: ids [R, n].
     """
-    features = model.base_model.get_image_features(pixels, image_grid_thw=grid, return_dict=True)
+    arguments = text_arguments(model, ids)
+    features = model.base_model.get_image_features(**tensors, return_dict=True)
     if not is_blank:
-        return {"input_ids": ids, "mm_encoder_outputs": {"image": features}}
+        return {**arguments, "mm_encoder_outputs": {"image": features}}
     layers = [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
     nothing = torch.stack([part.float().sum() for layer in layers for part in layer]).sum() * 0.0
     embeddings = model.get_input_embeddings()(ids)
-    return {"input_ids": None, "inputs_embeds": embeddings + nothing.to(embeddings.dtype)}
+    return {**arguments, "input_ids": None, "inputs_embeds": embeddings + nothing.to(embeddings.dtype)}
+
+
+def _token_types(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
+    """Return the argument that says which tokens stand for images, for models whose forward takes it."""
+    token = getattr(model.config, "image_token_id", None)
+    if token is None or vision_tower(model) is None:
+        return {}
+    names = signature(type(model.base_model).forward).parameters
+    return {name: (ids == token).int() for name in TOKEN_TYPES if name in names}
 
 
 def image_tokens(model: PreTrainedModel) -> frozenset[int]:
-    """Return the tokens that stand for images and videos, which no answer can contain."""
-    ids = (getattr(model.config, name, None) for name in ("image_token_id", "video_token_id"))
+    """Return the tokens that stand for images, videos and sound, which no answer can contain."""
+    ids = (getattr(model.config, name, None) for name in ("image_token_id", "video_token_id", "audio_token_id"))
     return frozenset(token for token in ids if token is not None)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from surefoot.config import RunConfig
-from surefoot.data.build_dataset import VISION_MODEL_TYPES
 from surefoot.data.conversation import TEXT_BESIDE_IMAGES_TOKENS
-from surefoot.data.image_processor import Vision, limits_of, load_processor
+from surefoot.data.image_processor import Vision
+from surefoot.data.model_processor import GRID, limits_of, load_model_processor, processor_file, vision_class
 from surefoot.models.build import BuiltModel, load_config
 from surefoot.models.vision import vision_tower
 from surefoot.planner.op_costs import ATTEND
@@ -40,13 +40,14 @@ class ImageBatch:
 def fit_images(run: RunConfig, base: Path, rows: int, length: int) -> ImageBatch | None:
     """Return the most images that fit into `rows` sequences of `length` tokens; None for a text-only model."""
     config = load_config(base)
-    if config.model_type not in VISION_MODEL_TYPES:
+    if vision_class(config) is None:
         return None
     vision = config.vision_config
     side = vision.patch_size * vision.spatial_merge_size
     room = max(1, length - TEXT_BESIDE_IMAGES_TOKENS)
-    processor = load_processor(base)
-    most = run.max_pixels or (limits_of(processor, base)[1] if processor is not None else room * side**2)
+    most = run.max_pixels or room * side**2
+    if run.max_pixels is None and processor_file(base) is not None:
+        most = limits_of(load_model_processor(base, config).image_processor, base)[1]
     cells = max(1, min(room, most // side**2))
     cells -= cells % _window_cells(vision) if cells > _window_cells(vision) else 0
     return ImageBatch(rows * max(1, room // cells), cells, cells * vision.spatial_merge_size**2)
@@ -81,7 +82,7 @@ def add_images(built: BuiltModel, images: ImageBatch) -> Vision:
     model.base_model.get_image_features = features
     values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     grid = torch.empty(images.count, 3, dtype=torch.int64)
-    return Vision(torch.empty(patches, values), grid, is_blank=True)
+    return Vision({"pixel_values": torch.empty(patches, values), GRID: grid}, images.count, is_blank=True)
 
 
 def _window_cells(vision: Any) -> int:

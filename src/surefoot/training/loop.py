@@ -168,8 +168,8 @@ def _describe_batch(loop: LoopContext, step: int, batches: Sequence[MicroBatch])
         trained=sum(batch.num_trained for batch in real),
         sequences=sum(batch.num_sequences for batch in real),
         fillers=len(batches) - len(real),
-        images=sum(len(vision.grid) for vision in visions),
-        patches=sum(len(vision.pixels) for vision in visions),
+        images=sum(vision.num_images for vision in visions),
+        patches=sum(vision.num_patches for vision in visions),
     )
 
 

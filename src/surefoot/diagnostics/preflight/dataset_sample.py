@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from surefoot.config import LoadedConfig, RunConfig
 from surefoot.config.documents import read_text
-from surefoot.data.build_dataset import VISION_MODEL_TYPES, sources_of
+from surefoot.data.build_dataset import sources_of
+from surefoot.data.model_processor import vision_class
 from surefoot.data.conversation import BadRow, Conversation
 from surefoot.data.file_readers import stream_chunks
 from surefoot.data.render import TEXT_ONLY, RendererSource
@@ -39,7 +40,7 @@ def _check_first_rows(loaded: LoadedConfig) -> Result:
     if any(is_of_hub(item) for item in run.dataset):
         raise NotApplicable("data of the hub are fetched when the run starts")
     try:
-        is_vision_model, sources = load_config(folder).model_type in VISION_MODEL_TYPES, sources_of(loaded, "dataset")
+        is_vision_model, sources = vision_class(load_config(folder)) is not None, sources_of(loaded, "dataset")
     except SurefootError as error:
         raise NotApplicable(f"they cannot be read: {error}") from error
     template, no_template_reason = None, ""

@@ -35,7 +35,7 @@ from surefoot.methods.grpo.routed_experts import Experts, encode_experts
 from surefoot.methods.grpo.types import Completion, Request, Sampling, Wait
 from surefoot.models.generate import generating
 from surefoot.models.routing import LayerRouting, RoutingRecorder
-from surefoot.models.vision import embed_images
+from surefoot.models.vision import embed_images, text_arguments
 
 DROP_SHARE = 0.25
 """Share of complete rows at which they are dropped from the batch: dropping copies the remaining rows."""
@@ -149,7 +149,7 @@ class LocalEngine:
     def _read_prompts(self, prompts: Sequence[Request], cache: DynamicCache) -> tuple[Tensor, Tensor, Tensor]:
         """Return the logits [R, V] after each prompt, the mask [R, n], and the last token's position.
 
-        The position is [R, 1], or [R, 3, 1] for a model with vision. Prompts are padded on the left.
+        The position is [R, 1], or [R, 3, 1] for a model that counts rows and columns of images. Prompts are padded on the left.
         Raises: DataError for an image that cannot be read, on all ranks.
         """
         width = max(len(request.prompt) for request in prompts)
@@ -161,8 +161,8 @@ class LocalEngine:
         mask = torch.tensor([[0] * n + [1] * (width - n) for n in padding], device=device)
         if self._reader is None:
             positions = (mask.cumsum(1) - 1).clamp(min=0)
-            inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "past_key_values": cache}
-            return self._predict(**inputs), mask, positions[:, -1:]
+            inputs = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+            return self._predict(**text_arguments(self._model, ids), **inputs), mask, positions[:, -1:]
         reader = self._reader
         prompt_positions = [reader.positions(np.array(request.prompt, np.int32), request.images) for request in prompts]
         padded = [F.pad(row_positions, (n, 0)) for n, row_positions in zip(padding, prompt_positions, strict=True)]
@@ -170,26 +170,21 @@ class LocalEngine:
         vision = self._ranks.run_or_raise_on_all(
             lambda: reader.read([(request.place, request.images) for request in prompts])
         ).to(device)
+        last = positions.flatten(1).amax(1)
         return (
             self._run_vision_prompts(ids, vision, mask, positions, cache),
             mask,
-            positions.amax((1, 2))[:, None, None].expand(-1, 3, 1),
+            last.view(-1, *[1] * (positions.dim() - 1)).expand(*positions.shape[:-1], 1),
         )
 
     def _predict_with_images(
         self, ids: Tensor, vision: Vision, mask: Tensor, positions: Tensor, cache: DynamicCache
     ) -> Tensor:
         """Return the logits after prompts with images. All ranks run the vision tower, which may be sharded."""
-        inputs = embed_images(self._model, ids, vision.pixels, vision.grid, is_blank=vision.is_blank)
-        hidden = self._model.base_model(
-            **inputs,
-            attention_mask=mask,
-            position_ids=positions.transpose(0, 1),
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state
-        logits: Tensor = self._model.get_output_embeddings()(hidden[:, -1])
-        return logits
+        inputs = embed_images(self._model, ids, vision.tensors, is_blank=vision.is_blank)
+        return self._predict(
+            **inputs, attention_mask=mask, position_ids=positions.movedim(0, -2), past_key_values=cache
+        )
 
     def _generate_wave(
         self, requests: Sequence[Request], sampling: Sampling, policy_version: int, deadline_s: float
@@ -227,7 +222,7 @@ class LocalEngine:
                 logits = self._predict(
                     input_ids=tokens[:, None],
                     attention_mask=mask,
-                    position_ids=positions if positions.dim() == 2 else positions.transpose(0, 1),
+                    position_ids=positions.movedim(0, -2),
                     past_key_values=cache,
                 )
             if layers:
