@@ -3,12 +3,14 @@
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+from warnings import catch_warnings
 
 import torch
 from PIL import Image
@@ -22,7 +24,6 @@ from transformers import (
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
 
-from surefoot.data.dataset import Sample
 from tests.support.models import SIZES, make_tokenizer
 
 WIDTH = SIZES["hidden_size"]
@@ -57,7 +58,8 @@ TEMPLATE = (
 
 def text_config(kind: str, **more: Any) -> dict[str, Any]:
     """A language model of a kind, in the sizes of all."""
-    return {**SIZES, "model_type": kind, "max_position_embeddings": 2048, "head_dim": 8, "rope_parameters": ROPE, **more}
+    sizes = {**SIZES, "max_position_embeddings": 2048, "head_dim": 8, "rope_parameters": ROPE}
+    return {**sizes, "model_type": kind, **more}
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Family:
     processor: dict[str, Any] = field(default_factory=dict)
     base: str | None = None
     """Model type whose image processor it has, where transformers names none for its own."""
-    stand_in: Callable[[], Any] = lambda: patch.dict("sys.modules", {})
+    stand_in: Callable[[], Any] = nullcontext
     """Context in which packages that its processor imports are there."""
 
 
@@ -83,14 +85,19 @@ class Family:
 def without_torchvision() -> Iterator[None]:
     """Mistral 3's processor imports a function from a file that needs torchvision; the file for Pillow has it, too."""
     prefix = "transformers.models.pixtral"
-    pillow = import_module(f"{prefix}.image_processing_pil_pixtral")
-    with patch.dict("sys.modules", {f"{prefix}.image_processing_pixtral": pillow}):
-        stock = import_module(f"{prefix}.processing_pixtral").PixtralProcessor
-        with (
-            patch(f"{__name__}.processor_class_from_name", lambda _: stock),
-            patch("surefoot.data.model_processor.processor_class_from_name", lambda _: stock),
-        ):
-            yield
+    if f"{prefix}.processing_pixtral" not in sys.modules:
+        name = f"{prefix}.image_processing_pixtral"
+        sys.modules[name] = import_module(f"{prefix}.image_processing_pil_pixtral")
+        try:
+            import_module(f"{prefix}.processing_pixtral")
+        finally:
+            del sys.modules[name]
+    stock = sys.modules[f"{prefix}.processing_pixtral"].PixtralProcessor
+    with (
+        patch(f"{__name__}.processor_class_from_name", lambda _: stock),
+        patch("surefoot.data.model_processor.processor_class_from_name", lambda _: stock),
+    ):
+        yield
 
 
 def with_num2words() -> Any:
@@ -114,6 +121,10 @@ HYBRID = {
     **{"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4},
     **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "rope_parameters": {**QWEN3_ROPE, "partial_rotary_factor": 1}},
 }
+ALTERNATING = {
+    **{"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "rope_parameters": {"sliding_attention": ROPE, "full_attention": ROPE},
+}
 FAMILIES: dict[str, Family] = {
     "internvl": Family(
         text_config("qwen2"),
@@ -126,7 +137,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "llava_onevision": Family(
         text_config("qwen2"),
-        {**SIGLIP, "model_type": "siglip_vision_model", "image_size": 56, "patch_size": 14},
+        {**SIGLIP, "model_type": "siglip_vision_model", "image_size": 56, "patch_size": 14, "vision_use_head": False},
         config={"image_grid_pinpoints": [[56, 56], [56, 112], [112, 56]]},
         image_processor={
             "size": {"height": 56, "width": 56},
@@ -159,7 +170,7 @@ FAMILIES: dict[str, Family] = {
         stand_in=without_torchvision,
     ),
     "gemma3": Family(
-        text_config("gemma3_text", sliding_window=16, layer_types=["sliding_attention", "full_attention"]),
+        text_config("gemma3_text", **ALTERNATING),
         {**SIGLIP, "image_size": 56, "patch_size": 14},
         placeholder="<start_of_image>",
         config={"mm_tokens_per_image": 4},
@@ -168,8 +179,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma4": Family(
         text_config(
-            "gemma4_text", sliding_window=16, layer_types=["sliding_attention", "full_attention"], global_head_dim=8,
-            hidden_size_per_layer_input=0, vocab_size_per_layer_input=400,
+            "gemma4_text", **ALTERNATING, global_head_dim=8, hidden_size_per_layer_input=0,
+            vocab_size_per_layer_input=400,
         ),
         {**SIGLIP, "head_dim": 16, "num_key_value_heads": 2, "patch_size": 8, "pooling_kernel_size": 2,
          "position_embedding_size": 64},
@@ -246,8 +257,8 @@ def write_family(kind: str, folder: Path) -> Path:
         )
     }  # fmt: skip
     config_class = CONFIG_MAPPING[kind]
-    text = {**family.text, "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
-    config = config_class(text_config=text, vision_config=family.tower, **family.config)
+    text = {**deepcopy(family.text), "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    config = config_class(text_config=text, vision_config=deepcopy(family.tower), **family.config)
     for name, number in numbers.items():
         if hasattr(config, name):
             setattr(config, name, number)
@@ -284,11 +295,12 @@ def processed_by_transformers(kind: str, folder: Path, text: str, images: list[P
     with FAMILIES[kind].stand_in():
         processor = _make_processor(kind, AutoTokenizer.from_pretrained(folder), folder)
     pictures = [[Image.open(path).convert("RGB") for path in images]] if images else None
-    batch = processor(images=pictures, text=[text], return_tensors="pt", return_mm_token_type_ids=True)
+    with catch_warnings(action="ignore", category=DeprecationWarning):  # some processors give tensors to numpy
+        batch = processor(images=pictures, text=[text], return_tensors="pt", return_mm_token_type_ids=True)
     return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
 
 
-def text_of(sample: Sample, messages: list[dict[str, Any]], folder: Path) -> str:
+def text_of(messages: list[dict[str, Any]], folder: Path) -> str:
     """Return the text that the chat template makes of a row."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     contents = []

@@ -92,6 +92,7 @@ class ModelProcessor:
             text=[" ".join([self.token] * len(pictures))],
             return_tensors="pt",
             return_text_replacement_offsets=True,
+            return_mm_token_type_ids=False,
             images_kwargs={} if do_resize else {"do_resize": False},
         )
         texts = [replacement["replacement"] for replacement in batch["text_replacement_offsets"][0]]

@@ -219,7 +219,7 @@ def _collect_groups(model: PreTrainedModel) -> dict[str, list[str]]:
         f"{part}.{name}".rstrip(".")
         for part, owner in vision_parts(model).items()
         for name, module in owner.named_modules()
-        if isinstance(module, nn.Linear)
+        if type(module) is nn.Linear  # others compute more than their weight and bias
     ]
     beside_text = {name.rpartition(".")[0] for name in vision_names(model)}
     for name, module in model.named_modules():

@@ -1,0 +1,219 @@
+"""Every vision-language family trains on what transformers' own processor and model make of its rows."""
+
+from collections.abc import Callable, Iterator
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
+
+import surefoot
+from surefoot.data.collate import collate
+from surefoot.data.dataset import Sample
+from surefoot.data.image_processor import PixelReader
+from surefoot.methods.grpo.batch import Trajectory, collate_completions
+from surefoot.methods.grpo.engines.local import LocalEngine
+from surefoot.methods.grpo.types import Request, Sampling
+from surefoot.methods.token_loss import TokenLogprobs, TokenLoss
+from surefoot.models.build import build_model, trainable_parameters
+from surefoot.models.vision import image_tokens, vision_names
+from tests.support.data import write_jsonl
+from tests.support.vision import built, opened, picture_rows
+from tests.support.vision_families import FAMILIES, processed_by_transformers, text_of, write_family
+
+ROWS = 5
+WAITS_FOR_HYBRID_LAYERS = {"qwen3_5", "qwen3_5_moe"}
+WAITS_FOR_IMAGE_BLOCKS = {"gemma3"}
+EXACT = sorted(set(FAMILIES) - WAITS_FOR_HYBRID_LAYERS - WAITS_FOR_IMAGE_BLOCKS)
+
+
+class Rows:
+    """Rows with one image, two and none, prepared for the tiny model of a family."""
+
+    def __init__(self, kind: str, base: Path, folder: Path) -> None:
+        self.kind, self.base, self.folder = kind, base, folder
+        self.rows = picture_rows(folder / "data")[:ROWS]
+        path = write_jsonl(folder / "data" / "rows.jsonl", self.rows)
+        self.settings: dict[str, Any] = {
+            "model": str(base),
+            "dataset": str(path),
+            "output_dir": str(folder / "run"),
+            "max_length": 512,
+            "max_steps": 2,
+            "device": "cpu",
+            "report": False,
+        }
+        _, self.samples, self.reader = opened(self.settings)
+
+    def inputs_of_transformers(self, number: int, model: PreTrainedModel) -> dict[str, Any]:
+        """What transformers' processor makes of a row, with the labels."""
+        sample, row = self.samples[number], self.rows[number]
+        images = [self.folder / "data" / name for name in row["images"]]
+        inputs = processed_by_transformers(self.kind, self.base, text_of(row["messages"], self.base), images)
+        assert inputs["input_ids"][0].tolist() == sample.ids.tolist()
+        inputs["labels"] = torch.where(torch.from_numpy(sample.weights) > 0, inputs["input_ids"][0], -100)[None]
+        return {name: value for name, value in inputs.items() if name in signature(model.forward).parameters}
+
+
+@pytest.fixture(scope="module")
+def family_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("families")
+    return lambda kind: root / kind if (root / kind).exists() else write_family(kind, root / kind)
+
+
+@pytest.fixture
+def rows_of(family_folder: Callable[[str], Path], tmp_path: Path) -> Iterator[Callable[[str], Rows]]:
+    contexts: list[Any] = []
+
+    def rows(kind: str) -> Rows:
+        contexts.append(FAMILIES[kind].stand_in())
+        contexts[-1].__enter__()
+        return Rows(kind, family_folder(kind), tmp_path)
+
+    yield rows
+    for context in contexts:
+        context.__exit__(None, None, None)
+
+
+def add_gradients_of_transformers(rows: Rows, model: PreTrainedModel) -> float:
+    """Sum the losses of all trained tokens and their gradients, one row at a time; return the sum of losses."""
+    total = 0.0
+    for number in range(len(rows.samples)):
+        inputs = rows.inputs_of_transformers(number, model)
+        count = int((inputs["labels"][0, 1:] >= 0).sum())
+        loss = model(**inputs).loss * count
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def assert_equal_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Each differs by at most 1e-4 of its norm; those that are zero but for rounding, by little of the largest."""
+    assert found.keys() == expected.keys()
+    largest = max(float(gradient.norm()) for gradient in expected.values())
+    for name, gradient in expected.items():
+        difference = float((found[name] - gradient).norm())
+        assert difference <= 1e-4 * float(gradient.norm()) + 1e-7 * largest, name
+
+
+def gradients_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None and bool(p.grad.any())}
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_a_pack_has_the_loss_and_the_gradients_of_its_rows_alone_in_transformers(
+    kind: str, rows_of: Callable[[str], Rows]
+) -> None:
+    rows = rows_of(kind)
+    assert [len(sample.images) for sample in rows.samples] == [1, 2, 0, 1, 2]
+    theirs = AutoModelForImageTextToText.from_pretrained(rows.base, attn_implementation="eager")
+    total = add_gradients_of_transformers(rows, theirs.eval())
+    ours = build_model(
+        rows.base, lora=None, device=torch.device("cpu"), dtype=torch.float32, freeze_vision=False
+    ).model.eval()
+    batch = collate(rows.samples, rows.reader)
+    loss = TokenLoss(ours)(batch)
+    assert loss.item() / batch.num_trained == pytest.approx(total / batch.num_trained, abs=1e-5)
+    loss.backward()
+    found = gradients_of(ours)
+    assert_equal_gradients(found, gradients_of(theirs))
+    assert vision_names(ours) & found.keys()
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_lora_on_text_and_tower_has_the_gradients_of_the_merged_model(
+    kind: str, rows_of: Callable[[str], Rows]
+) -> None:
+    rows = rows_of(kind)
+    ours = built(rows.base, targets=("attention", "vision")).model
+    theirs = AutoModelForImageTextToText.from_pretrained(rows.base, attn_implementation="eager").eval()
+    pairs = {name.removesuffix(".lora_A") for name in trainable_parameters(ours) if name.endswith("lora_A")}
+    beside_text = {name.rpartition(".")[0] for name in vision_names(ours)}
+    assert pairs & beside_text
+    assert pairs - beside_text
+    scale = 2.0
+    with torch.no_grad():
+        for name in pairs:
+            adapted = ours.get_submodule(name)
+            theirs.get_submodule(name).weight += scale * adapted.lora_B @ adapted.lora_A
+    add_gradients_of_transformers(rows, theirs)
+    TokenLoss(ours)(collate(rows.samples, rows.reader)).backward()
+    expected = {}
+    for name in pairs:
+        adapted, gradient = ours.get_submodule(name), theirs.get_submodule(name).weight.grad
+        expected[f"{name}.lora_A"] = scale * adapted.lora_B.detach().T @ gradient
+        expected[f"{name}.lora_B"] = scale * gradient @ adapted.lora_A.detach().T
+    found = {name: parameter.grad for name, parameter in trainable_parameters(ours).items()}
+    assert_equal_gradients(found, expected)
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_rows_without_images_give_every_part_a_gradient(kind: str, rows_of: Callable[[str], Rows]) -> None:
+    """Ranks that share the tower reduce its gradients together, whatever rows they have."""
+    rows = rows_of(kind)
+    ours = built(rows.base, targets=("attention", "vision")).model
+    batch = collate([sample for sample in rows.samples if not sample.images], rows.reader)
+    assert batch.vision is not None
+    assert batch.vision.is_blank
+    TokenLoss(ours)(batch).backward()
+    parameters = trainable_parameters(ours)
+    assert all(parameter.grad is not None for parameter in parameters.values())
+    beside_text = {name.rpartition(".")[0] for name in vision_names(ours)}
+    seen = {name for name, parameter in parameters.items() if parameter.grad is not None and parameter.grad.any()}
+    assert not {name.rpartition(".")[0] for name in seen} & beside_text
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_a_frozen_tower_stays_as_it_was(kind: str, rows_of: Callable[[str], Rows]) -> None:
+    rows = rows_of(kind)
+    run = surefoot.train({**rows.settings, "tuning": "full", "learning_rate": 1e-2}, screen=False)
+    before, after = (
+        AutoModelForImageTextToText.from_pretrained(folder).state_dict()
+        for folder in (rows.base, run.run_folder / "model")
+    )
+    model = AutoModelForImageTextToText.from_pretrained(rows.base)
+    changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
+    assert before.keys() == after.keys()
+    assert changed
+    assert not changed & vision_names(model)
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_completions_have_the_logprobs_that_training_sees(kind: str, rows_of: Callable[[str], Rows]) -> None:
+    rows = rows_of(kind)
+    _, samples, reader = opened({**rows.settings, "method": "grpo", "reward_funcs": ["length"]})
+    requests = [
+        Request([int(token) for token in sample.ids], (3, number, index), sample.images, sample.place)
+        for number, sample in enumerate(samples)
+        for index in range(2)
+    ]
+    model = built(rows.base, targets=("attention", "vision")).model
+    tokenizer, banned = AutoTokenizer.from_pretrained(rows.base), image_tokens(model)
+    made = LocalEngine(model, tokenizer, reader=reader).generate(requests, Sampling(10, banned=banned), 0)
+    trajectories = [
+        Trajectory(request.prompt, one.ids, one.logprobs, 0.5, 1.0, request.place, request.images)
+        for request, one in zip(requests, made, strict=True)
+    ]
+    for share in (True, False):
+        batch = collate_completions(trajectories, share_prompts=share, reader=reader)
+        found, _ = TokenLogprobs(model, 1.0)(batch)
+        torch.testing.assert_close(found.detach(), batch.rollout_logprobs, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_the_likeliest_tokens_are_those_that_transformers_generates(
+    kind: str, rows_of: Callable[[str], Rows]
+) -> None:
+    rows = rows_of(kind)
+    tokenizer, model = AutoTokenizer.from_pretrained(rows.base), surefoot.load(rows.base)[0]
+    requests = [Request(sample.ids.tolist(), (number,), sample.images) for number, sample in enumerate(rows.samples)]
+    made = LocalEngine(model, tokenizer, reader=rows.reader).generate(requests, Sampling(8, top_k=1), 0)
+    theirs = AutoModelForImageTextToText.from_pretrained(rows.base)
+    for number, completion in enumerate(made):
+        inputs = rows.inputs_of_transformers(number, theirs)
+        del inputs["labels"]
+        theirs.base_model.rope_deltas = None  # left there by the row before
+        expected = theirs.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert completion.ids == expected[0, inputs["input_ids"].shape[1] :].tolist()
