@@ -1,4 +1,4 @@
-"""One tiny random model of each vision-language family, with its processor, and what transformers computes with both."""
+"""One tiny random model of each vision-language family with its processor, and what transformers makes of a row."""
 
 import json
 import sys
@@ -119,7 +119,11 @@ QWEN_TOWER = {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads
 QWEN3_ROPE = {**MROPE, "mrope_interleaved": True}
 HYBRID = {
     **{"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4},
-    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "rope_parameters": {**QWEN3_ROPE, "partial_rotary_factor": 1}},
+    **{
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "rope_parameters": {**QWEN3_ROPE, "partial_rotary_factor": 1},
+    },
 }
 ALTERNATING = {
     **{"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},

@@ -11,8 +11,6 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer, PreTrainedM
 
 import surefoot
 from surefoot.data.collate import collate
-from surefoot.data.dataset import Sample
-from surefoot.data.image_processor import PixelReader
 from surefoot.methods.grpo.batch import Trajectory, collate_completions
 from surefoot.methods.grpo.engines.local import LocalEngine
 from surefoot.methods.grpo.types import Request, Sampling
@@ -203,9 +201,7 @@ def test_completions_have_the_logprobs_that_training_sees(kind: str, rows_of: Ca
 
 
 @pytest.mark.parametrize("kind", EXACT)
-def test_the_likeliest_tokens_are_those_that_transformers_generates(
-    kind: str, rows_of: Callable[[str], Rows]
-) -> None:
+def test_the_likeliest_tokens_are_those_that_transformers_generates(kind: str, rows_of: Callable[[str], Rows]) -> None:
     rows = rows_of(kind)
     tokenizer, model = AutoTokenizer.from_pretrained(rows.base), surefoot.load(rows.base)[0]
     requests = [Request(sample.ids.tolist(), (number,), sample.images) for number, sample in enumerate(rows.samples)]

@@ -199,7 +199,7 @@ def test_an_image_that_goes_during_a_run_ends_it_with_its_row(grpo: Any, tmp_pat
 def test_a_server_is_shown_the_pixels_of_training(vision: Any) -> None:
     requests, reader = asked(vision())
     images = next(request.images for request in requests if len(request.images) == 2)
-    patches = reader.read([("x:1", images)]).pixels
+    patches = reader.read([("x:1", images)]).tensors["pixel_values"]
     shown = [Image.open(BytesIO(reader.png(image, "x:1"))) for image in images]
     again = [make_processor()(images=one, return_tensors="pt")["pixel_values"] for one in shown]  # scales by itself
     assert torch.equal(torch.cat(again), patches)

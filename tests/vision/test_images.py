@@ -66,8 +66,8 @@ def test_positions_are_those_of_transformers(vision_folder: Callable[[str], Path
     )
     settings = replace(SETTINGS, token_id=token)
     reader = PixelReader(image_processor(), settings)
-    assert reader.positions(np.array(ids, np.int32), images).tolist() == theirs[:, 0].tolist()
-    assert reader.positions(np.array([7, 8, 9], np.int32), []).tolist() == [[0, 1, 2]] * 3
+    assert reader.positions(np.array(ids, np.int32), images, "").tolist() == theirs[:, 0].tolist()
+    assert reader.positions(np.array([7, 8, 9], np.int32), [], "").tolist() == [[0, 1, 2]] * 3
 
 
 def rendered(row: dict[str, Any], folder: Path, settings: ImageSettings | None = SETTINGS) -> Any:
@@ -292,7 +292,9 @@ def test_pictures_are_upright_and_in_colour(tmp_path: Path) -> None:
     upright.transpose(Pillow.Transpose.ROTATE_270).save(tmp_path / "turned.png", exif=exif)
     reader = PixelReader(image_processor(), SETTINGS)
     one, other = (find_image(name, tmp_path, SETTINGS) for name in ("upright.png", "turned.png"))
-    torch.testing.assert_close(reader.read([("", [other])]).tensors[PIXELS], reader.read([("", [one])]).tensors[PIXELS], rtol=0, atol=0)
+    torch.testing.assert_close(
+        reader.read([("", [other])]).tensors[PIXELS], reader.read([("", [one])]).tensors[PIXELS], rtol=0, atol=0
+    )
     for mode in ("P", "L", "RGBA", "CMYK", "1"):
         name = tmp_path / f"{mode.replace(';', '')}.tiff"
         Pillow.new(mode, (60, 60)).save(name)
@@ -308,7 +310,11 @@ def test_what_is_transparent_lies_on_white_as_in_transformers_own_processor(tmp_
     with Pillow.open(tmp_path / "lines.png") as saved:
         assert (saved.mode, saved.has_transparency_data) == (mode, True)
         theirs = make_processor()(images=saved, return_tensors="pt")["pixel_values"]
-    ours = PixelReader(image_processor(), SETTINGS).read([("", [find_image("lines.png", tmp_path, SETTINGS)])]).tensors[PIXELS]
+    ours = (
+        PixelReader(image_processor(), SETTINGS)
+        .read([("", [find_image("lines.png", tmp_path, SETTINGS)])])
+        .tensors[PIXELS]
+    )
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     assert ours.std() > 0.1
 

@@ -85,7 +85,15 @@ def test_the_peak_is_that_of_real_tensors(
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(live.keep_gradient)
     with live:
-        batch = MicroBatch(**{**vars(batch), "vision": replace(batch.vision, tensors={**batch.vision.tensors, "pixel_values": batch.vision.tensors["pixel_values"].clone()})})
+        batch = MicroBatch(
+            **{
+                **vars(batch),
+                "vision": replace(
+                    batch.vision,
+                    tensors={**batch.vision.tensors, "pixel_values": batch.vision.tensors["pixel_values"].clone()},
+                ),
+            }
+        )
         objective.loss(batch, BatchTotals(LENGTH, TRAINED, float(TRAINED))).total.backward()
     seen = (*live.forward_moments(), *live.backward_moments())
     assert told.peak == pytest.approx(max(moment[0] for moment in seen), rel=0.06)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests.support.data import counting_rows, write_jsonl
-from tests.support.vision import draw
+from tests.support.vision import draw, picture_rows
+from tests.support.vision_families import write_family
 
 pytestmark = pytest.mark.slow
 GRPO = {
@@ -35,6 +36,39 @@ def break_unseen(path: Path) -> None:
     about = path.stat()
     path.write_bytes(b"?" * about.st_size)
     os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("tuning", ["lora", "full"])
+@pytest.mark.parametrize("kind", ["gemma4", "glm4v", "idefics3", "internvl", "llava_onevision"])
+def test_a_rank_without_images_computes_with_one_that_has_some(kind: str, tuning: str, tmp_path: Path) -> None:
+    pictures = picture_rows(tmp_path / "data")
+    with_images, text = pictures[1::3], pictures[2::3]
+    rows = [row for pair in zip(with_images, text, strict=True) for row in pair]
+    settings: dict[str, Any] = {
+        "model": str(write_family(kind, tmp_path / "model")),
+        "dataset": str(write_jsonl(tmp_path / "data" / "rows.jsonl", rows)),
+        "max_length": 512,
+        "global_batch_size": 2,
+        "packing": False,
+        "shuffle": False,
+        "max_steps": 4,
+        "learning_rate": 1e-3,
+        "device": "cpu",
+        "report": False,
+        "zero_stage": 3,
+        **({"tuning": "full", "freeze_vision_tower": False} if tuning == "full" else {}),
+        **({"target_modules": ["attention", "vision"], "lora_rank": 4} if tuning == "lora" else {}),
+    }
+    losses = []
+    for ranks in (1, 2):
+        run = tmp_path / f"run{ranks}"
+        result = started({**settings, "output_dir": str(run), "nproc_per_node": ranks}, tmp_path)
+        assert result.returncode == 0, result.stderr
+        lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        losses.append([line["loss"] for line in lines if "loss" in line])
+    assert len(losses[0]) == 4
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 @pytest.mark.matrix

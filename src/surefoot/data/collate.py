@@ -76,7 +76,7 @@ def collate(samples: Sequence[Sample], reader: PixelReader | None = None) -> Mic
     target_positions = torch.from_numpy(np.flatnonzero(target_weights))
     weights = torch.from_numpy(target_weights)[target_positions]
     position_ids = [
-        torch.arange(len(sample.ids)) if reader is None else reader.positions(sample.ids, sample.images)
+        torch.arange(len(sample.ids)) if reader is None else reader.positions(sample.ids, sample.images, sample.place)
         for sample in samples
     ]
     return MicroBatch(

@@ -1,4 +1,4 @@
-"""Measuring of images by the processor of a model: which text stands for each image of a row, and of how many tokens."""
+"""Measuring of images by the processor of a model: the text of each image of a row, and the number of its tokens."""
 
 from collections.abc import Sequence
 from dataclasses import replace

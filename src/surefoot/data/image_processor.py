@@ -80,11 +80,20 @@ class PixelReader:
             raise DataError(f"{place}: {error}") from error
         return file.getvalue()
 
-    def positions(self, ids: NDArray[np.int32], images: Sequence[Image]) -> Tensor:
-        """Return the positions of a sample's tokens: int64 [n], or [3, n] where images have rows and columns."""
+    def positions(self, ids: NDArray[np.int32], images: Sequence[Image], place: str) -> Tensor:
+        """Return the positions of a sample's tokens: int64 [n], or [3, n] where images have rows and columns.
+
+        Raises: DataError, with the sample's place, for images that no text separates.
+        """
         merge = self._processor.merge_size or 1
         grid = torch.tensor([[1, image.rows * merge, image.columns * merge] for image in images]) if images else None
-        return self._processor.positions(torch.from_numpy(ids.astype(np.int64)), grid, self.settings.token_id)
+        tokens, token = torch.from_numpy(ids.astype(np.int64)), self.settings.token_id
+        if self._processor.merge_size is not None and _count_runs(tokens == token) != len(images):
+            raise DataError(
+                f"{place}: two of its {len(images)} images follow each other without a token between them, so the model "
+                "would number their rows as one image's. Give a chat_template that writes a token around each image"
+            )
+        return self._processor.positions(tokens, grid, token)
 
     @cached_property
     def _blank(self) -> dict[str, Tensor]:
@@ -106,6 +115,11 @@ class PixelReader:
         while len(self._cached) > 1 and sum(map(_count_bytes, self._cached.values())) > TENSOR_CACHE_BYTES:
             self._cached.popitem(last=False)
         return tensors
+
+
+def _count_runs(flags: Tensor) -> int:
+    """Return the number of runs of true values. Shapes: [n]."""
+    return int((flags.int().diff(prepend=torch.zeros(1, dtype=torch.int32)) == 1).sum())
 
 
 def _count_bytes(tensors: Mapping[str, Tensor]) -> int:

@@ -16,7 +16,7 @@ import os
 import re
 import stat
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
@@ -175,7 +175,7 @@ def limit_pixels(picture: Pillow.Image, settings: ImageSettings) -> Pillow.Image
     if not settings.max_pixels or width * height <= settings.max_pixels:
         return picture
     scale = math.sqrt(settings.max_pixels / (width * height))
-    size = tuple(max(1, math.floor(side * scale)) for side in (width, height))
+    size = max(1, math.floor(width * scale)), max(1, math.floor(height * scale))
     with picture:
         return picture.resize(size, Pillow.Resampling.BICUBIC)
 

@@ -51,7 +51,7 @@ class ImageMeasure:
     """Its tokens that the vision tower fills: rows x columns."""
 
 
-class _ImagesOnly(ProcessorMixin):
+class _ImagesOnly(ProcessorMixin):  # type: ignore[misc]
     """A part of each processor class that is loaded: it accepts that the video and audio parts are None."""
 
     def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
@@ -82,7 +82,9 @@ class ModelProcessor:
         _, (text,) = self.process([_blank_picture(BLANK_SIDE)])
         return text.replace(self.token, "") == ""
 
-    def process(self, pictures: Sequence[Pillow.Image], *, do_resize: bool = True) -> tuple[dict[str, Tensor], list[str]]:
+    def process(
+        self, pictures: Sequence[Pillow.Image], *, do_resize: bool = True
+    ) -> tuple[dict[str, Tensor], list[str]]:
         """Return the tensors of the pictures of one sample, and each picture's text.
 
         `do_resize`: False if the pictures have their final size already.
@@ -129,7 +131,7 @@ class ModelProcessor:
 class _PositionSource:
     """The `get_rope_index` of a model class, called without a model."""
 
-    def __init__(self, model_class: type[PreTrainedModel], config: PreTrainedConfig) -> None:
+    def __init__(self, model_class: Any, config: PreTrainedConfig) -> None:
         self._model = model_class.__new__(model_class)
         self._model.__dict__["config"] = config  # all that the method reads of a model
         self.merge_size = int(config.vision_config.spatial_merge_size)
@@ -137,7 +139,7 @@ class _PositionSource:
     @staticmethod
     def of(config: PreTrainedConfig) -> "_PositionSource | None":
         """Return the source of a config's model; None if its positions have one dimension."""
-        model_class = MODEL_MAPPING[type(config)] if type(config) in MODEL_MAPPING else None
+        model_class = MODEL_MAPPING.get(type(config), None)
         return _PositionSource(model_class, config) if hasattr(model_class, "get_rope_index") else None
 
     def compute(self, ids: Tensor, grid: Tensor | None, image_token_id: int) -> Tensor:
@@ -203,7 +205,7 @@ def _load_images_only(folder: Path, config: PreTrainedConfig, tokenizer: PreTrai
     if stock is None or getattr(stock, "is_dummy", False):
         raise ImportError(f"{name} needs torchvision.")
     parts: dict[str, Any] = {"tokenizer": tokenizer, "image_processor": _load_image_processor(folder, name)}
-    processor_class = type(stock.__name__, (stock, _ImagesOnly), {})
+    processor_class: Any = type(stock.__name__, (stock, _ImagesOnly), {})
     settings, _ = processor_class.get_processor_dict(str(folder))
     arguments = [parts.get(attribute) for attribute in processor_class.get_attributes()]
     processor: ProcessorMixin = processor_class.from_args_and_dict(arguments, settings)

@@ -3,7 +3,7 @@
 The tower includes the module that merges its patches into tokens. It is frozen unless it is targeted by name.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any
@@ -72,11 +72,11 @@ def _is_audio(name: str) -> bool:
     return any(word in name.rpartition(".")[2] for word in ("audio", "speech"))
 
 
-def tower_blocks(model: PreTrainedModel) -> Sequence[nn.Module]:
-    """Return the blocks of the tower, its longest list of modules; empty for a model that reads text only."""
+def tower_blocks(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the blocks of the tower, its largest list of modules; empty for a model that reads text only."""
     tower = vision_tower(model)
     lists = [module for module in tower[1].modules() if isinstance(module, nn.ModuleList)] if tower is not None else []
-    return max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()), default=())
+    return max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()), default=nn.ModuleList())
 
 
 def attention_of(config: PreTrainedConfig, implementation: str) -> str | dict[str, str]:

@@ -3,25 +3,37 @@
 The data set is not read: every sequence is assumed to hold as many images of `max_pixels` as fit.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from PIL import Image as Pillow
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from surefoot.config import RunConfig
 from surefoot.data.conversation import TEXT_BESIDE_IMAGES_TOKENS
 from surefoot.data.image_processor import Vision
-from surefoot.data.model_processor import GRID, limits_of, load_model_processor, processor_file, vision_class
+from surefoot.data.model_processor import (
+    GRID,
+    ModelProcessor,
+    limits_of,
+    load_model_processor,
+    processor_file,
+    vision_class,
+)
 from surefoot.models.build import BuiltModel, load_config
 from surefoot.models.vision import vision_tower
 from surefoot.planner.op_costs import ATTEND
 
 ATTENTION = "surefoot_plan_flash"
 """Name of the attention. transformers passes a batch's patches as one sequence, with lengths, to names with "flash"."""
+
+LARGEST_SIDE, SMALLEST_SIDE = 2048, 64
+"""Sides of the square images that are tried, in pixels, where only the processor limits their size."""
 
 
 @dataclass(frozen=True)
@@ -31,26 +43,48 @@ class ImageBatch:
     count: int
     tokens_each: int
     """Number of tokens of one image."""
-    patches_each: int
+    patches_each: int = 0
+    """Number of patches of one image, for a tower that reads patches of grids."""
+    tiles: tuple[int, ...] = ()
+    """Shape of one image's pixels for any other tower."""
 
     def __str__(self) -> str:
         return f"{self.count} image{'s' if self.count > 1 else ''} of {self.tokens_each} tokens"
 
 
 def fit_images(run: RunConfig, base: Path, rows: int, length: int) -> ImageBatch | None:
-    """Return the most images that fit into `rows` sequences of `length` tokens; None for a text-only model."""
+    """Return the most images that fit into `rows` sequences of `length` tokens; None for a run that reads none."""
     config = load_config(base)
     if vision_class(config) is None:
         return None
     vision = config.vision_config
-    side = vision.patch_size * vision.spatial_merge_size
     room = max(1, length - TEXT_BESIDE_IMAGES_TOKENS)
-    most = run.max_pixels or room * side**2
-    if run.max_pixels is None and processor_file(base) is not None:
-        most = limits_of(load_model_processor(base, config).image_processor, base)[1]
+    processor = load_model_processor(base, config) if processor_file(base) is not None else None
+    if processor is not None and not processor.has_cells:
+        return _measure_largest(processor, run.max_pixels, rows, room)
+    if not _reads_grids(vision):
+        return None
+    side = vision.patch_size * vision.spatial_merge_size
+    most = room * side**2 if processor is None else limits_of(processor.image_processor, base)[1]
+    most = run.max_pixels or most
     cells = max(1, min(room, most // side**2))
     cells -= cells % _window_cells(vision) if cells > _window_cells(vision) else 0
     return ImageBatch(rows * max(1, room // cells), cells, cells * vision.spatial_merge_size**2)
+
+
+def _measure_largest(processor: ModelProcessor, max_pixels: int | None, rows: int, room: int) -> ImageBatch:
+    """Return the images of a processor that decides itself how large they are: the largest square one that fits."""
+    side = min(LARGEST_SIDE, math.isqrt(max_pixels) if max_pixels is not None else LARGEST_SIDE)
+    while True:
+        with Pillow.new("RGB", (side, side)) as picture:
+            tensors, (text,) = processor.process([picture])
+        tokens = text.count(processor.feature_token)
+        if tokens <= room or side <= SMALLEST_SIDE:
+            break
+        side //= 2
+    count = rows * max(1, room // max(1, tokens))
+    shape = tuple(tensors["pixel_values"].shape)
+    return ImageBatch(count, tokens, shape[0]) if len(shape) == 2 else ImageBatch(count, tokens, tiles=shape)
 
 
 def add_images(built: BuiltModel, images: ImageBatch) -> Vision:
@@ -59,6 +93,17 @@ def add_images(built: BuiltModel, images: ImageBatch) -> Vision:
     named_tower = vision_tower(model)
     assert named_tower is not None
     vision, tower = model.config.vision_config, named_tower[1]
+    if images.tiles:
+        count, *shape = images.tiles
+        # All tiles are one batch, and nothing cuts them: which of them are padding would depend on their values.
+        pixels = torch.empty(images.count * count, *shape)
+        pixels = pixels.flatten(0, -4) if pixels.dim() > 4 else pixels
+
+        def tile_features(pixel_values: Tensor, **_: Any) -> SimpleNamespace:
+            return SimpleNamespace(pooler_output=[tower(pixel_values).last_hidden_state])
+
+        model.base_model.get_image_features = tile_features
+        return Vision({"pixel_values": pixels}, images.count, is_blank=True)
     vision._attn_implementation = ATTENTION
     patches = images.count * images.patches_each
     cells = images.count * images.tokens_each
@@ -74,8 +119,8 @@ def add_images(built: BuiltModel, images: ImageBatch) -> Vision:
         "interp_weights": torch.empty(patches, 4),
     }
 
-    def features(pixels: Tensor, **_: Any) -> SimpleNamespace:
-        encoded = tower(pixels, grid_thw=None, **lengths)
+    def features(pixel_values: Tensor, image_grid_thw: Tensor, **_: Any) -> SimpleNamespace:
+        encoded = tower(pixel_values, grid_thw=image_grid_thw, **lengths)
         deepstack = [[feature] for feature in getattr(encoded, "deepstack_features", None) or ()]
         return SimpleNamespace(pooler_output=[encoded.pooler_output], deepstack_features=deepstack)
 
@@ -83,6 +128,11 @@ def add_images(built: BuiltModel, images: ImageBatch) -> Vision:
     values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     grid = torch.empty(images.count, 3, dtype=torch.int64)
     return Vision({"pixel_values": torch.empty(patches, values), GRID: grid}, images.count, is_blank=True)
+
+
+def _reads_grids(vision: Any) -> bool:
+    """Return whether a tower reads patches of grids, whose neighbours are merged."""
+    return all(hasattr(vision, name) for name in ("patch_size", "spatial_merge_size", "temporal_patch_size"))
 
 
 def _window_cells(vision: Any) -> int:

@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerBase
 from surefoot.config import LoadedConfig, RunConfig
 from surefoot.config.documents import read_text
 from surefoot.data.build_dataset import sources_of
-from surefoot.data.model_processor import vision_class
 from surefoot.data.conversation import BadRow, Conversation
 from surefoot.data.file_readers import stream_chunks
+from surefoot.data.model_processor import vision_class
 from surefoot.data.render import TEXT_ONLY, RendererSource
 from surefoot.data.row_formats import Reader, format_of
 from surefoot.data.sources import Source, is_of_hub

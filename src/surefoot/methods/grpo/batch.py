@@ -98,12 +98,13 @@ class _Sequence(NamedTuple):
 def _lay_out(trajectories: Sequence[Trajectory], *, share_prompts: bool, reader: PixelReader | None) -> list[_Sequence]:
     sequences: list[_Sequence] = []
     for (prompt, images), group in groupby(trajectories, key=lambda trajectory: (trajectory.prompt, trajectory.images)):
+        members = list(group)
         prompt_positions = torch.arange(len(prompt))
         if reader is not None:
-            prompt_positions = reader.positions(np.array(prompt, np.int32), images)
+            prompt_positions = reader.positions(np.array(prompt, np.int32), images, members[0].place)
         first_position = int(prompt_positions.max()) + 1
         prompt_index = len(sequences)
-        for number, trajectory in enumerate(group):
+        for number, trajectory in enumerate(members):
             positions = torch.arange(first_position, first_position + len(trajectory.ids))
             positions = positions.expand(*prompt_positions.shape[:-1], -1)
             if share_prompts:

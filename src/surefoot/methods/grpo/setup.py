@@ -64,6 +64,12 @@ def open_server(loaded: LoadedConfig, base: Path, images: ImageSettings | None, 
     `images`: the model's image settings. Collective. Raises: ConfigError on all ranks if it cannot be started.
     """
     config = grpo_settings(loaded.run)
+    if images is not None and images.processor is not None:
+        raise ConfigError(
+            f"rollout_engine=vllm: {config.model} has images that its own processor scales and describes, and only "
+            "images that are grids of cells (Qwen-VL) are sent to a server as they are trained. Set rollout_engine: "
+            f"local ({loaded.where('rollout_engine')})."
+        )
     log = config.run_folder / ENGINE_FOLDER / "vllm.log"
     servers: list[Server] = []
 

@@ -149,7 +149,8 @@ class LocalEngine:
     def _read_prompts(self, prompts: Sequence[Request], cache: DynamicCache) -> tuple[Tensor, Tensor, Tensor]:
         """Return the logits [R, V] after each prompt, the mask [R, n], and the last token's position.
 
-        The position is [R, 1], or [R, 3, 1] for a model that counts rows and columns of images. Prompts are padded on the left.
+        The position is [R, 1], or [R, 3, 1] for a model that counts rows and columns of images. Prompts are padded on
+        the left.
         Raises: DataError for an image that cannot be read, on all ranks.
         """
         width = max(len(request.prompt) for request in prompts)
@@ -164,12 +165,17 @@ class LocalEngine:
             inputs = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
             return self._predict(**text_arguments(self._model, ids), **inputs), mask, positions[:, -1:]
         reader = self._reader
-        prompt_positions = [reader.positions(np.array(request.prompt, np.int32), request.images) for request in prompts]
+
+        def read_images() -> tuple[list[Tensor], Vision]:
+            positions = [
+                reader.positions(np.array(request.prompt, np.int32), request.images, request.place)
+                for request in prompts
+            ]
+            return positions, reader.read([(request.place, request.images) for request in prompts])
+
+        prompt_positions, vision = self._ranks.run_or_raise_on_all(read_images)
         padded = [F.pad(row_positions, (n, 0)) for n, row_positions in zip(padding, prompt_positions, strict=True)]
-        positions = torch.stack(padded).to(device)
-        vision = self._ranks.run_or_raise_on_all(
-            lambda: reader.read([(request.place, request.images) for request in prompts])
-        ).to(device)
+        positions, vision = torch.stack(padded).to(device), vision.to(device)
         last = positions.flatten(1).amax(1)
         return (
             self._run_vision_prompts(ids, vision, mask, positions, cache),
