@@ -39,8 +39,10 @@ def break_unseen(path: Path) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("tuning", ["lora", "full"])
-@pytest.mark.parametrize("kind", ["gemma4", "glm4v", "idefics3", "internvl", "llava_onevision"])
+@pytest.mark.parametrize(
+    ("kind", "tuning"),
+    [("gemma4", "lora"), ("glm4v", "full"), ("idefics3", "full"), ("internvl", "lora"), ("llava_onevision", "full")],
+)
 def test_a_rank_without_images_computes_with_one_that_has_some(kind: str, tuning: str, tmp_path: Path) -> None:
     pictures = picture_rows(tmp_path / "data")
     with_images, text = pictures[1::3], pictures[2::3]

@@ -90,8 +90,8 @@ class PixelReader:
         tokens, token = torch.from_numpy(ids.astype(np.int64)), self.settings.token_id
         if self._processor.merge_size is not None and _count_runs(tokens == token) != len(images):
             raise DataError(
-                f"{place}: two of its {len(images)} images follow each other without a token between them, so the model "
-                "would number their rows as one image's. Give a chat_template that writes a token around each image"
+                f"{place}: two of its {len(images)} images follow each other without a token between them, so the "
+                "model would number their rows as one image's. Give a chat_template that writes a token around each image"
             )
         return self._processor.positions(tokens, grid, token)
 

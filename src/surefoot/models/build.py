@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
+from transformers.initialization import no_init_weights
 
 from surefoot.errors import ModelError
 from surefoot.models import attention, experts, vision
@@ -102,7 +103,8 @@ def build_without_storage(
     if layers is not None:
         _keep_layers(config.get_text_config(), layers)
     stored = dtype if lora is not None else torch.float32
-    with quiet_transformers(), config_errors(folder):
+    # Initial values are of no use without storage, and some initialisers read them.
+    with quiet_transformers(), config_errors(folder), no_init_weights():
         model: PreTrainedModel = stock._from_config(config, dtype=stored, attn_implementation=attention)
         targets = attach(model, lora) if lora is not None else None
     if any(experts.is_fused_experts(module) for module in model.modules()):

@@ -4,7 +4,8 @@ The data set is not read: every sequence is assumed to hold as many images of `m
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from inspect import Parameter, signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,12 +27,14 @@ from surefoot.data.model_processor import (
     vision_class,
 )
 from surefoot.models.build import BuiltModel, load_config
+from surefoot.models.pretrained import meta_model
 from surefoot.models.vision import vision_tower
 from surefoot.planner.op_costs import ATTEND
 
 ATTENTION = "surefoot_plan_flash"
 """Name of the attention. transformers passes a batch's patches as one sequence, with lengths, to names with "flash"."""
 
+VAR_KEYWORD = Parameter.VAR_KEYWORD
 LARGEST_SIDE, SMALLEST_SIDE = 2048, 64
 """Sides of the square images that are tried, in pixels, where only the processor limits their size."""
 
@@ -47,9 +50,12 @@ class ImageBatch:
     """Number of patches of one image, for a tower that reads patches of grids."""
     tiles: tuple[int, ...] = ()
     """Shape of one image's pixels for any other tower."""
+    is_counted: bool = True
+    """Whether the tower's memory and time can be counted: not if it reads more than pixels."""
 
     def __str__(self) -> str:
-        return f"{self.count} image{'s' if self.count > 1 else ''} of {self.tokens_each} tokens"
+        left_out = "" if self.is_counted else " (memory and time of their tower are not counted)"
+        return f"{self.count} image{'s' if self.count > 1 else ''} of {self.tokens_each} tokens{left_out}"
 
 
 def fit_images(run: RunConfig, base: Path, rows: int, length: int) -> ImageBatch | None:
@@ -61,7 +67,8 @@ def fit_images(run: RunConfig, base: Path, rows: int, length: int) -> ImageBatch
     room = max(1, length - TEXT_BESIDE_IMAGES_TOKENS)
     processor = load_model_processor(base, config) if processor_file(base) is not None else None
     if processor is not None and not processor.has_cells:
-        return _measure_largest(processor, run.max_pixels, rows, room)
+        largest = _measure_largest(processor, run.max_pixels, rows, room)
+        return largest if not largest.tiles else replace(largest, is_counted=_reads_pixels_alone(base))
     if not _reads_grids(vision):
         return None
     side = vision.patch_size * vision.spatial_merge_size
@@ -87,12 +94,27 @@ def _measure_largest(processor: ModelProcessor, max_pixels: int | None, rows: in
     return ImageBatch(count, tokens, shape[0]) if len(shape) == 2 else ImageBatch(count, tokens, tiles=shape)
 
 
-def add_images(built: BuiltModel, images: ImageBatch) -> Vision:
-    """Return the inputs of images without values, and make the model accept them. Call it in the FakeTensorMode."""
+def _reads_pixels_alone(base: Path) -> bool:
+    """Return whether the tower of a model's folder computes from pixels, without a second required argument."""
+    named_tower = vision_tower(meta_model(base))
+    assert named_tower is not None
+    arguments = signature(named_tower[1].forward).parameters.values()
+    needed = [argument for argument in arguments if argument.default is argument.empty and argument.kind != VAR_KEYWORD]
+    return len(needed) == 1
+
+
+def add_images(built: BuiltModel, images: ImageBatch) -> Vision | None:
+    """Return the inputs of images without values, and make the model accept them. Call it in the FakeTensorMode.
+
+    None: the tower is not counted.
+    """
+    if not images.is_counted:
+        return None
     model: Any = built.model
     named_tower = vision_tower(model)
     assert named_tower is not None
     vision, tower = model.config.vision_config, named_tower[1]
+    vision._attn_implementation = ATTENTION
     if images.tiles:
         count, *shape = images.tiles
         # All tiles are one batch, and nothing cuts them: which of them are padding would depend on their values.
@@ -104,7 +126,6 @@ def add_images(built: BuiltModel, images: ImageBatch) -> Vision:
 
         model.base_model.get_image_features = tile_features
         return Vision({"pixel_values": pixels}, images.count, is_blank=True)
-    vision._attn_implementation = ATTENTION
     patches = images.count * images.patches_each
     cells = images.count * images.tokens_each
     window = _window_cells(vision) * vision.spatial_merge_size**2
@@ -142,9 +163,11 @@ def _window_cells(vision: Any) -> int:
 
 
 def _attend(
-    _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, max_length_q: int, **__: Any
+    _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, max_length_q: int | None = None, **__: Any
 ) -> tuple[Tensor, None]:
-    """Attend within images, or windows of images, that are all of one length."""
+    """Attend within images, or windows of images, that are all of one length; without a length, within each row."""
+    if max_length_q is None:
+        return ATTEND(query, key, value, 0.0, False)[0].transpose(1, 2), None
     heads, patches, width = query.shape[1:]
 
     def split_images(states: Tensor) -> Tensor:

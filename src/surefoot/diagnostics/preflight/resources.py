@@ -197,8 +197,9 @@ def _read_image_limits(run: RunConfig) -> tuple[int, int]:
     """
     folder = folder_here(run.model)
     try:
-        vision = _read_json(folder / "config.json")["vision_config"] if folder is not None else None
-        side = int(vision["patch_size"]) * int(vision.get("spatial_merge_size", 2)) if vision is not None else 0
+        vision = _read_json(folder / "config.json")["vision_config"] if folder is not None else {}
+        has_cells = {"spatial_merge_size", "temporal_patch_size"} & vision.keys()
+        side = int(vision["patch_size"]) * int(vision.get("spatial_merge_size", 2)) if has_cells else 0
         if folder is None or side < 1:
             return 0, 1
         if run.max_pixels is not None:

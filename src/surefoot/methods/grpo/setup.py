@@ -20,7 +20,7 @@ from surefoot.data.images import ImageSettings, find_image
 from surefoot.data.render import answer_ends
 from surefoot.distributed.artifact import write_artifact
 from surefoot.distributed.process_group import World
-from surefoot.errors import StoppedOnFinding
+from surefoot.errors import ConfigError, StoppedOnFinding
 from surefoot.events import Emit, Heartbeat, Notice
 from surefoot.methods.base import MethodContext, TrainContext
 from surefoot.methods.grpo.engines.local import LocalEngine, RolloutLimits

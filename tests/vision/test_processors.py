@@ -1,0 +1,108 @@
+"""Processors that cannot be used, and images that no model reads: each is refused with what to do."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surefoot import train
+from surefoot.config import load_config
+from surefoot.errors import ConfigError, DataError
+from surefoot.methods.training_data import open_data
+from surefoot.models.build import load_tokenizer
+from surefoot.planner.devices import Device
+from surefoot.planner.forecast import forecast
+from tests.support.data import counting_rows, write_jsonl
+from tests.support.vision import draw, opened, picture_rows
+from tests.support.vision_families import FAMILIES, write_family
+
+
+@pytest.fixture
+def settings_of(tmp_path: Path) -> Any:
+    """kind -> the settings of a run on pictures."""
+    rows = write_jsonl(tmp_path / "data" / "rows.jsonl", picture_rows(tmp_path / "data", 3))
+
+    def settings(kind: str, **more: Any) -> dict[str, Any]:
+        folder = tmp_path / kind
+        return {
+            "model": str(folder if folder.exists() else write_family(kind, folder)),
+            "dataset": str(rows),
+            "output_dir": str(tmp_path / "run"),
+            "max_length": 512,
+            "max_steps": 2,
+            "device": "cpu",
+            "report": False,
+            **more,
+        }
+
+    return settings
+
+
+@pytest.mark.parametrize(("kind", "package"), [("mistral3", "torchvision"), ("smolvlm", "num2words")])
+def test_a_processor_whose_package_is_missing_names_it(kind: str, package: str, settings_of: Any) -> None:
+    settings = settings_of(kind)
+    base = Path(settings["model"])
+    loaded = load_config(None, (), settings)
+    with pytest.raises(DataError, match=rf"preprocessor_config\.json: .*{kind}.*{package}"):
+        open_data(loaded, base, load_tokenizer(base), lambda _: None)
+
+
+def test_a_processor_without_a_version_for_pillow_names_torchvision(settings_of: Any) -> None:
+    settings = settings_of("idefics3")
+    file = Path(settings["model"]) / "preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "image_processor_type": "Llama4ImageProcessor"}))
+    with pytest.raises(DataError, match=r"preprocessor_config\.json: .*torchvision"):
+        train(settings, screen=False)
+
+
+def test_settings_that_a_processor_has_not_are_refused(settings_of: Any) -> None:
+    with pytest.raises(ConfigError, match="min_pixels=100: .*idefics3 "):
+        train(settings_of("idefics3", min_pixels=100), screen=False)
+
+
+def test_a_server_is_given_no_images_that_a_processor_describes(settings_of: Any) -> None:
+    grpo = {"method": "grpo", "reward_funcs": ["length"], "rollout_engine": "vllm", "num_generations": 2}
+    with pytest.raises(ConfigError, match="rollout_engine=vllm: .*local"):
+        train(settings_of("idefics3", **grpo, vllm_server="http://127.0.0.1:9"), screen=False)
+
+
+def test_images_that_no_token_separates_are_refused_with_their_row(settings_of: Any) -> None:
+    settings = settings_of("glm4v")
+    template = Path(settings["model"]) / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<|begin_of_image|>", "").replace("<|end_of_image|>", ""))
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: two of its 2 images "):
+        train(settings, screen=False)
+
+
+def test_an_image_is_scaled_down_to_max_pixels(settings_of: Any, tmp_path: Path) -> None:
+    draw(tmp_path / "data" / "large.png", "red", size=(400, 200))
+    row = {"query": "<image>?", "response": "red", "images": ["large.png"]}
+    rows = write_jsonl(tmp_path / "data" / "large.jsonl", [row])
+    tokens = []
+    for most in (None, 28 * 28 * 8):
+        more = {} if most is None else {"max_pixels": most}
+        _, (sample,), reader = opened(settings_of("glm4v", dataset=str(rows), **more))
+        tokens.append(sample.images[0].num_tokens)
+        patches = reader.read([("", sample.images)]).tensors["pixel_values"]
+        assert len(patches) == 4 * tokens[-1]
+    assert tokens[1] <= 8 < tokens[0]
+
+
+@pytest.mark.parametrize("kind", sorted(set(FAMILIES) - {"mistral3", "smolvlm", "qwen3_5", "qwen3_5_moe"}))
+def test_a_plan_has_the_images_of_every_family(kind: str, settings_of: Any) -> None:
+    settings = settings_of(kind, target_modules=["attention", "vision"])
+    run, base = load_config(None, (), settings).run, Path(settings["model"])
+    device = Device("cpu", 1 << 40, 1e11, 1e9, is_gpu=False)
+    with_images = forecast(run, base, device)
+    assert with_images.images is not None
+    assert with_images.images.tokens_each > 1
+    assert with_images.images.is_counted is (kind != "gemma4")
+
+
+def test_images_for_a_model_that_sees_none_are_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
+    draw(tmp_path / "data" / "1.png", "red")
+    rows = [*counting_rows(2), {**counting_rows(1)[0], "images": ["1.png"]}]
+    path = write_jsonl(tmp_path / "data" / "seen.jsonl", rows)
+    with pytest.raises(DataError, match=r"seen\.jsonl:3: .*an image, .*text only"):
+        train(settings, dataset=str(path), screen=False)
