@@ -7,10 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    Kimi_K25Config,
+    Llama4Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 import surefoot
-from surefoot.data.collate import collate
+from surefoot.data.collate import MicroBatch, collate
+from surefoot.data.image_processor import Vision
 from surefoot.methods.grpo.batch import Trajectory, collate_completions
 from surefoot.methods.grpo.engines.local import LocalEngine
 from surefoot.methods.grpo.types import Request, Sampling
@@ -18,8 +26,9 @@ from surefoot.methods.token_loss import TokenLogprobs, TokenLoss
 from surefoot.models.build import build_model, trainable_parameters
 from surefoot.models.vision import image_tokens, vision_names
 from tests.support.data import write_jsonl
+from tests.support.models import SIZES
 from tests.support.vision import built, opened, picture_rows
-from tests.support.vision_families import FAMILIES, processed_by_transformers, text_of, write_family
+from tests.support.vision_families import FAMILIES, ROPE, processed_by_transformers, text_of, write_family
 
 ROWS = 5
 WAITS_FOR_HYBRID_LAYERS = {"qwen3_5", "qwen3_5_moe"}
@@ -213,3 +222,67 @@ def test_the_likeliest_tokens_are_those_that_transformers_generates(kind: str, r
         theirs.base_model.rope_deltas = None  # left there by the row before
         expected = theirs.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
         assert completion.ids == expected[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+def llama4() -> tuple[PreTrainedConfig, dict[str, torch.Tensor]]:
+    text = {**SIZES, "head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2, "rope_parameters": ROPE}
+    tower = {
+        **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128},
+        **{"vision_output_dim": 32, "image_size": 28, "patch_size": 7, "projector_input_dim": 32},
+        "projector_output_dim": 32,
+    }
+    config = Llama4Config(text_config=text, vision_config=tower, image_token_index=40)
+    return config, {"pixel_values": torch.randn(1, 3, 28, 28)}
+
+
+def kimi_k25() -> tuple[PreTrainedConfig, dict[str, torch.Tensor]]:
+    latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    text = {**SIZES, **latent, "model_type": "deepseek_v3", "first_k_dense_replace": 2, "num_key_value_heads": 4}
+    tower = {
+        **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48},
+        **{"patch_size": 7, "pos_emb_height": 8, "pos_emb_width": 8},
+    }
+    config = Kimi_K25Config(
+        text_config=text, vision_config=tower, projection_hidden_size=32, image_token_id=40, video_token_id=41
+    )
+    return config, {"pixel_values": torch.randn(16, 3, 7, 7), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+
+
+@pytest.mark.parametrize("make", [llama4, kimi_k25])
+def test_families_whose_processor_needs_torchvision_have_the_loss_and_the_gradients_of_their_own_forward(
+    make: Callable[[], tuple[PreTrainedConfig, dict[str, torch.Tensor]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tensors are drawn, because the processor is not there; the image takes four tokens."""
+    monkeypatch.setattr("surefoot.models.build._check_samples_are_isolated", lambda *_: None, raising=False)
+    torch.manual_seed(3)
+    config, tensors = make()
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    theirs = AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    ours = build_model(
+        tmp_path, lora=None, device=torch.device("cpu"), dtype=torch.float32, freeze_vision=False
+    ).model.eval()
+    ids = torch.randint(3, 39, (1, 20))
+    text_ids, ids[0, 4:8] = ids.clone(), 40
+    for tokens, is_blank in ((ids, False), (text_ids, True)):
+        for model in (theirs, ours):
+            model.zero_grad()
+        expected = theirs(input_ids=tokens, labels=tokens, **({} if is_blank else tensors)).loss
+        expected.backward()
+        batch = MicroBatch(
+            ids=tokens,
+            position_ids=torch.arange(20)[None],
+            lengths=[20],
+            cu_seq_lens=torch.tensor([0, 20], dtype=torch.int32),
+            target_positions=torch.arange(19),
+            targets=tokens[0, 1:],
+            weights=None,
+            row_refs=(),
+            vision=Vision(tensors, 1, is_blank=is_blank),
+        )
+        loss = TokenLoss(ours)(batch) / 19
+        loss.backward()
+        assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
+        assert_equal_gradients(gradients_of(ours), gradients_of(theirs))
+        assert all(parameter.grad is not None for name, parameter in ours.named_parameters() if "vision" in name)

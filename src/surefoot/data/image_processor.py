@@ -91,7 +91,7 @@ class PixelReader:
         if self._processor.merge_size is not None and _count_runs(tokens == token) != len(images):
             raise DataError(
                 f"{place}: two of its {len(images)} images follow each other without a token between them, so the "
-                "model would number their rows as one image's. Give a chat_template that writes a token around each image"
+                "model would number their rows as one image's. Give a chat_template that writes a token around each"
             )
         return self._processor.positions(tokens, grid, token)
 

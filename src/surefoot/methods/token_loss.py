@@ -74,6 +74,8 @@ def _probe_output_layer(model: PreTrainedModel) -> nn.Linear | None:
         head = model.get_output_embeddings()
         if type(head) is not nn.Linear:  # a subclass computes more than its weight and bias say (LoRA, for one)
             return False
+        if model.base_model is model:  # Llama 4 has no decoder without its head
+            return False
         inputs = dummy_inputs(model)
         with eval_no_grad(model):
             hidden = model.base_model(**inputs).last_hidden_state
@@ -100,7 +102,8 @@ def _find_output_layer(model: PreTrainedModel) -> nn.Linear | None:
     text = model.config.get_text_config()
     is_scaled = any(getattr(text, name, None) not in (None, 1, 1.0) for name in ("logit_scale", "logits_scaling"))
     is_capped = getattr(text, "final_logit_softcapping", None) is not None
-    is_plain = type(model.get_output_embeddings()) is nn.Linear and not is_scaled and not is_capped
+    has_decoder = model.base_model is not model
+    is_plain = has_decoder and type(model.get_output_embeddings()) is nn.Linear and not is_scaled and not is_capped
     return _get_head(model) if is_plain else None
 
 

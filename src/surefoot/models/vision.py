@@ -118,7 +118,10 @@ def embed_images(
     features = model.base_model.get_image_features(**tensors, return_dict=True)
     if not is_blank:
         return {**arguments, "mm_encoder_outputs": {"image": features}}
-    layers = [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
+    pooled = features.pooler_output
+    if pooled is None:  # Llama 4 projects the tower's output in its forward
+        pooled = model.base_model.multi_modal_projector(features.last_hidden_state.flatten(0, -2))
+    layers = [pooled, *(getattr(features, "deepstack_features", None) or ())]
     nothing = torch.stack([part.float().sum() for layer in layers for part in layer]).sum() * 0.0
     embeddings = model.get_input_embeddings()(ids)
     return {**arguments, "input_ids": None, "inputs_embeds": embeddings + nothing.to(embeddings.dtype)}
