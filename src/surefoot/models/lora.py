@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers import PreTrainedModel
 
 from surefoot.config import RunConfig
@@ -219,7 +220,8 @@ def _collect_groups(model: PreTrainedModel) -> dict[str, list[str]]:
         f"{part}.{name}".rstrip(".")
         for part, owner in vision_parts(model).items()
         for name, module in owner.named_modules()
-        if type(module) is nn.Linear  # others compute more than their weight and bias
+        # torch's own attention reads the weight of the latter without calling it.
+        if isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear)
     ]
     beside_text = {name.rpartition(".")[0] for name in vision_names(model)}
     for name, module in model.named_modules():
