@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
@@ -286,3 +287,20 @@ def test_families_whose_processor_needs_torchvision_have_the_loss_and_the_gradie
         assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
         assert_equal_gradients(gradients_of(ours), gradients_of(theirs))
         assert all(parameter.grad is not None for name, parameter in ours.named_parameters() if "vision" in name)
+
+
+@pytest.mark.parametrize("kind", ["gemma4", "idefics3", "internvl", "llava_onevision"])
+def test_an_adapter_of_text_and_tower_is_the_same_in_peft(kind: str, rows_of: Callable[[str], Rows]) -> None:
+    rows = rows_of(kind)
+    settings = {"target_modules": ["attention", "vision"], "lora_rank": 4, "learning_rate": 1e-2}
+    folder = surefoot.train({**rows.settings, **settings}, screen=False).run_folder
+    ours = surefoot.load(folder)[0].eval()
+    theirs = PeftModel.from_pretrained(
+        AutoModelForImageTextToText.from_pretrained(rows.base), folder / "adapter"
+    ).eval()
+    plain = AutoModelForImageTextToText.from_pretrained(rows.base).eval()
+    with torch.no_grad():
+        inputs = rows.inputs_of_transformers(1, plain)
+        expected, loss, before = (model(**inputs).loss.item() for model in (theirs, ours, plain))
+    assert loss == pytest.approx(expected, abs=1e-5)
+    assert abs(before - expected) > 1e-3

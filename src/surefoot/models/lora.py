@@ -159,7 +159,7 @@ def find_targets(model: PreTrainedModel, targets: Iterable[str]) -> LoraTargets:
     """
     groups = _collect_groups(model)
     expert_parameters = set(groups["experts"])
-    linears = adaptable_names(model) - expert_parameters
+    linears = _linear_names(model)
     chosen: set[str] = set()
     for target in targets:
         if target in groups:
@@ -206,10 +206,17 @@ def tower_names(model: PreTrainedModel) -> set[str]:
     return set(_collect_groups(model)["vision"])
 
 
+def _linear_names(model: PreTrainedModel) -> set[str]:
+    return {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+
+
 def adaptable_names(model: PreTrainedModel) -> set[str]:
-    """Return the names of every linear module and every fused expert parameter of a model."""
-    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    return linears | set(_collect_groups(model)["experts"])
+    """Return the names that an adapter's short names could match: linear modules, fused experts, modules of the tower.
+
+    PEFT refuses a short name that matches a module of another kind, such as the wrapped layers of Gemma 4's tower.
+    """
+    in_tower = {f"{part}.{name}" for part, owner in vision_parts(model).items() for name, _ in owner.named_modules()}
+    return _linear_names(model) | in_tower | set(_collect_groups(model)["experts"])
 
 
 def _collect_groups(model: PreTrainedModel) -> dict[str, list[str]]:
