@@ -106,3 +106,16 @@ def test_images_for_a_model_that_sees_none_are_refused(tmp_path: Path, settings:
     path = write_jsonl(tmp_path / "data" / "seen.jsonl", rows)
     with pytest.raises(DataError, match=r"seen\.jsonl:3: .*an image, .*text only"):
         train(settings, dataset=str(path), screen=False)
+
+
+def test_workers_measure_images_as_this_process_does(
+    settings_of: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings = settings_of("idefics3", dataset_num_proc=1)
+    _, here, _ = opened(settings)
+    monkeypatch.setenv("SUREFOOT_CACHE", str(tmp_path / "other-cache"))
+    monkeypatch.setattr("surefoot.data.prepare_pool.SMALL_BYTES", 0)
+    _, there, _ = opened(settings)
+    assert [len(sample.images) for sample in here] == [1, 2, 0]
+    assert [sample.ids.tolist() for sample in there] == [sample.ids.tolist() for sample in here]
+    assert [sample.images for sample in there] == [sample.images for sample in here]
