@@ -3,7 +3,7 @@
 import copy
 import hashlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from surefoot.data.cache import renderer_key
 from surefoot.data.checks import data_findings
 from surefoot.data.dataset import Counts, Dataset
 from surefoot.data.images import ImageSettings
-from surefoot.data.render import RendererSource
+from surefoot.data.render import TEXT_ONLY, RendererSource
 from surefoot.data.template import TemplateSource
 from surefoot.errors import DataError
 from tests.data.families import tokenizer_of
@@ -305,14 +305,20 @@ def test_the_key_of_prepared_data_stays_what_it_was() -> None:
     names = "template tool_template special_tokens controls eos plain_start kwargs parse_special_tokens"
     assert " ".join(asdict(template)) == names
     names = "token token_id patch_size merge_size min_pixels max_pixels folder allow_urls"
-    assert " ".join(asdict(images)) == names
+    assert " ".join(asdict(images)) == f"{names} processor processor_sha256"
     values = {
         "template": asdict(template),
         "tokenizer_sha256": "0" * 64,
         "bos_id": 1,
-        "images": asdict(images),
+        "images": {name: asdict(images)[name] for name in names.split()},
         "why_blind": "why",
         "versions": [transformers.__version__, tokenizers.__version__],
     }
     text = json.dumps(values, sort_keys=True, default=str)
     assert renderer_key(source) == hashlib.sha256(text.encode()).hexdigest()
+    blind = "this model reads text only; Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE read images"
+    text = json.dumps({**values, "images": None, "why_blind": blind}, sort_keys=True, default=str)
+    text_only = replace(source, images=None, no_vision_reason=TEXT_ONLY)
+    assert renderer_key(text_only) == hashlib.sha256(text.encode()).hexdigest()
+    described = replace(source, images=replace(images, processor="folder", processor_sha256="1"))
+    assert renderer_key(described) != renderer_key(replace(described, images=replace(images, processor="folder")))
