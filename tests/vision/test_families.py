@@ -61,6 +61,8 @@ class Rows:
         images = [self.folder / "data" / name for name in row["images"]]
         inputs = processed_by_transformers(self.kind, self.base, text_of(row["messages"], self.base), images)
         assert inputs["input_ids"][0].tolist() == sample.ids.tolist()
+        trained = AutoTokenizer.from_pretrained(self.base).decode(sample.ids[sample.weights > 0])
+        assert trained == row["messages"][-1]["content"] + "<|im_end|>"
         inputs["labels"] = torch.where(torch.from_numpy(sample.weights) > 0, inputs["input_ids"][0], -100)[None]
         return {name: value for name, value in inputs.items() if name in signature(model.forward).parameters}
 
