@@ -281,20 +281,6 @@ def test_lora_on_the_output_layer_is_trained(settings: dict[str, Any], model_fol
     assert adapter["base_model.model.lm_head.lora_B.weight"].abs().max() > 0
 
 
-def test_layers_that_carry_state_across_samples_are_refused(
-    settings: dict[str, Any], tmp_path: Path, tokenizer: Any
-) -> None:
-    """LFM2's short convolutions would read the end of one sample at the start of the next."""
-    from transformers import Lfm2Config, Lfm2ForCausalLM
-
-    torch.manual_seed(0)
-    config = Lfm2Config(**SIZES, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False)
-    Lfm2ForCausalLM(config).save_pretrained(tmp_path / "lfm2")
-    tokenizer.save_pretrained(tmp_path / "lfm2")
-    with pytest.raises(ModelError, match="Lfm2ForCausalLM .* conv,"):
-        surefoot.train(settings, screen=False, model=str(tmp_path / "lfm2"), target_modules=["attention"])
-
-
 def test_the_text_part_of_a_vision_language_moe_is_trained(
     settings: dict[str, Any], tmp_path: Path, tokenizer: Any
 ) -> None:

@@ -22,6 +22,7 @@ from transformers.distributed.expert_parallel import apply_expert_parallelism
 
 from surefoot.distributed import gloo_collectives
 from surefoot.distributed.parallel_dims import Layout, Meshes
+from surefoot.models.decoder_layers import decoder_layers
 from surefoot.models.experts import experts_of, is_fused_experts
 from surefoot.models.vision import vision_tower
 
@@ -43,7 +44,7 @@ class Sharding:
         ignored = frozen if layout.zero_stage < 3 else set()
         """Parameters that the groups below must not shard."""
         ignored = ignored | self._shard_experts(model, ignored)
-        layers = model.get_decoder().layers
+        layers = decoder_layers(model)
         # One group for all LoRA parameters: they are few, and each group costs two collectives per step.
         tower = vision_tower(model)
         for blocks in (layers, getattr(tower[1], "blocks", ()) if tower is not None else ()):
@@ -51,6 +52,10 @@ class Sharding:
                 for block in blocks:
                     self._fully_shard(block, self.meshes.dense, ignored, free=layout.zero_stage == 3)
         self._fully_shard(model, self.meshes.dense, ignored, free=False)
+
+    def reshard(self, model: PreTrainedModel) -> None:
+        """Free the parameters that a forward without backward leaves gathered."""
+        reshard(model)
 
     def _shard_experts(self, model: PreTrainedModel, ignored: set[nn.Parameter]) -> set[nn.Parameter]:
         """Shard experts that cannot be sharded like other parameters, and return their parameters.

@@ -24,6 +24,7 @@ from surefoot.events import Emit, Phase
 from surefoot.methods.token_loss import eval_no_grad
 from surefoot.methods.training_data import RunData
 from surefoot.models.build import BuiltModel
+from surefoot.models.isolation import Isolation
 from surefoot.system.atomic_io import sha256_of
 
 LAST_WAIT_S = 5.0
@@ -122,6 +123,7 @@ class TrainContext:
     """Called before each micro-batch; the argument is whether it is the last of the step."""
     phase: Callable[[Phase], AbstractContextManager[None]] = lambda _: nullcontext()
     """Context that reports the beginning and the end of a phase."""
+    isolation: Isolation = field(default_factory=Isolation)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,9 @@ from transformers.distributed import DistributedConfig
 
 from surefoot.errors import ModelError
 from surefoot.models import attention, experts, vision
+from surefoot.models.decoder_layers import decoder_layers
 from surefoot.models.dtensor_blocks import load_full
+from surefoot.models.isolation import Isolation, isolate_samples
 from surefoot.models.lora import LoraSettings, LoraTargets, attach, initial_value, is_lora
 from surefoot.models.pretrained import (
     check_generation_config,
@@ -37,6 +39,8 @@ from surefoot.models.pretrained import (
 from surefoot.models.quantization.base import FLOAT, WeightFormat
 from surefoot.models.quantization.store_on_load import StoreOnLoad
 from surefoot.models.routing import RoutingRecorder, keep_routing_on_recompute
+from surefoot.models.sample_layout import accept_samples, keep_layout_on_recompute
+from surefoot.models.sample_masks import LAYER_KINDS
 from surefoot.models.weight_loading import computing_on, laid_out_like, parts_stay_in_host_memory, streamed
 
 __all__ = [
@@ -52,11 +56,6 @@ __all__ = [
     "trainable_parameters",
 ]
 
-LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")
-"""Names under which configs list the kind of each layer."""
-
-ATTENTION_KINDS = {"full_attention", "sliding_attention", "attention"}
-
 
 class Sharding(Protocol):
     """Layout of a model over ranks."""
@@ -67,6 +66,9 @@ class Sharding(Protocol):
 
     def apply(self, model: PreTrainedModel) -> None:
         """Shard the parameters of a model that has no storage yet, in place."""
+
+    def reshard(self, model: PreTrainedModel) -> None:
+        """Free the parameters that a forward without backward leaves gathered."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class BuiltModel:
     routing: RoutingRecorder
     autocast: bool
     """Whether float32 weights are trained with bfloat16 arithmetic, so forwards run under autocast."""
+    isolation: Isolation
 
 
 def build_without_storage(
@@ -98,7 +101,6 @@ def build_without_storage(
     """
     config = load_config(folder)
     stock = model_class(folder, config)
-    _check_samples_are_isolated(stock, config)
     if layers is not None:
         _keep_layers(config.get_text_config(), layers)
     stored = dtype if lora is not None else torch.float32
@@ -111,7 +113,10 @@ def build_without_storage(
         _mark_trainable(model, targets)
     elif freeze_vision:
         _freeze_vision(model)
-    return _prepare_for_training(model, targets, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
+    accept_samples(model)
+    return _prepare_for_training(
+        model, targets, dtype=dtype, gradient_checkpointing=gradient_checkpointing, isolation=Isolation()
+    )
 
 
 def _keep_layers(text: PreTrainedConfig, count: int) -> None:
@@ -131,6 +136,7 @@ def build_model(
     compile_layers: bool = False,
     sharding: Sharding | None = None,
     freeze_vision: bool = True,
+    for_packed_rows: bool = True,
 ) -> BuiltModel:
     """Load a causal LM for training, in full or as this rank's part of it.
 
@@ -141,7 +147,6 @@ def build_model(
     """
     config = load_config(folder)
     stock = model_class(folder, config)
-    _check_samples_are_isolated(stock, config)
     check_generation_config(folder)
     check_weights_fill(folder)
     attached_targets: list[LoraTargets] = []
@@ -174,9 +179,15 @@ def build_model(
     if lora is not None:
         _set_initial_values(model, lora)
     _align_weights(model)
-    built = _prepare_for_training(model, targets, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
+    with torch.autocast(device.type, torch.bfloat16, enabled=_is_mixed(model, dtype)):
+        isolation = isolate_samples(model, dtype, is_sharded=sharding is not None) if for_packed_rows else Isolation()
+    if sharding is not None:
+        sharding.reshard(model)  # weights may be loaded before the next forward
+    built = _prepare_for_training(
+        model, targets, dtype=dtype, gradient_checkpointing=gradient_checkpointing, isolation=isolation
+    )
     if compile_layers:
-        for layer in model.get_decoder().layers:
+        for layer in decoder_layers(model):
             layer.compile(dynamic=True)
     return built
 
@@ -191,35 +202,25 @@ def _check_router_dtype(stored: torch.dtype) -> None:
 
 
 def _prepare_for_training(
-    model: PreTrainedModel, targets: LoraTargets | None, *, dtype: torch.dtype, gradient_checkpointing: bool
+    model: PreTrainedModel,
+    targets: LoraTargets | None,
+    *,
+    dtype: torch.dtype,
+    gradient_checkpointing: bool,
+    isolation: Isolation,
 ) -> BuiltModel:
     model.train()
     routing = RoutingRecorder(model)
     if gradient_checkpointing:
-        options: dict[str, Any] = {"use_reentrant": False}
-        if routing.names:
-            options["context_fn"] = keep_routing_on_recompute
+        keep_first = keep_routing_on_recompute if routing.names else keep_layout_on_recompute
+        options: dict[str, Any] = {"use_reentrant": False, "context_fn": keep_first}
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
-    mixed = dtype != torch.float32 and any(
-        p.requires_grad and not is_lora(name) for name, p in model.named_parameters()
-    )
-    return BuiltModel(model, targets, routing, autocast=mixed)
+    return BuiltModel(model, targets, routing, autocast=_is_mixed(model, dtype), isolation=isolation)
 
 
-def _check_samples_are_isolated(stock: type[PreTrainedModel], config: PreTrainedConfig) -> None:
-    """Raise ModelError for models in which samples of one batch would affect each other.
-
-    Only attention knows where samples end. Convolutions, recurrent states and chunked attention do not.
-    """
-    if not stock._supports_attention_backend:
-        raise ModelError(f"{stock.__name__} does not use transformers' attention interface, so samples would mix.")
-    text = config.get_text_config()
-    kinds = {kind for name in LAYER_KINDS for kind in getattr(text, name, None) or ()}
-    if kinds - ATTENTION_KINDS:
-        raise ModelError(
-            f"{stock.__name__} mixes samples that share a batch: it has layers of kind "
-            f"{', '.join(sorted(kinds - ATTENTION_KINDS))}, which are not told where a sample ends."
-        )
+def _is_mixed(model: PreTrainedModel, dtype: torch.dtype) -> bool:
+    """Return whether float32 weights besides LoRA are trained in a model that computes in a smaller type."""
+    return dtype != torch.float32 and any(p.requires_grad and not is_lora(name) for name, p in model.named_parameters())
 
 
 def _add_lora_to_class(
@@ -255,7 +256,7 @@ def _load_weights(
             str(folder),
             config=config,
             dtype=dtype,
-            attn_implementation=vision.attention_of(config, attention.IMPLEMENTATION),
+            attn_implementation=vision.attention_of(config, attention.implementation_for(cls, config)),
             output_loading_info=True,
             local_files_only=True,
             **options,

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from surefoot.errors import ModelError
+from surefoot.models.sample_layout import KeptLayout
 
 PROBABILITIES_WITHIN = 0.02
 """Largest difference of their sum from 1, in bfloat16."""
@@ -172,7 +173,8 @@ def keep_routing_on_recompute() -> tuple[TorchDispatchMode, TorchDispatchMode]:
 
     A router that decides differently the second time (other kernels, another reduction order) would change the number
     of rows an expert gets, and with it the saved shapes and every expert's gradient. Only the indices are kept: the
-    weights are computed again from them, because routers normalise them in place.
+    weights are computed again from them, because routers normalise them in place. The samples of the row are those of
+    the first forward, too.
     """
     chosen: list[Tensor] = []
     return _RememberChoices(chosen), _RepeatChoices(chosen)
@@ -194,10 +196,16 @@ class _RepeatChoices(TorchDispatchMode):
     def __init__(self, chosen: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._chosen = chosen
+        self._samples = KeptLayout()
         self._next = 0
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._samples.__exit__()
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> "_RepeatChoices":
         self._next = 0
+        self._samples.__enter__()
         return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

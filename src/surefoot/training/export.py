@@ -10,6 +10,7 @@ from surefoot.config import RunConfig, read_saved
 from surefoot.data.render import answer_ends
 from surefoot.errors import ConfigError, ModelError
 from surefoot.models.adapter import CONFIG, base_name, load_adapter_files, read_adapter, settings_of, write_adapter
+from surefoot.models.attention import own_implementation
 from surefoot.models.build import build_model, load_tokenizer, meta_model, trainable_parameters
 from surefoot.models.dtensor_blocks import load_full
 from surefoot.models.export import in_layers, merge_adapter, name_ends, read_untrained, write_model
@@ -170,11 +171,11 @@ def load(source: str, adapter: Path | None) -> tuple[PreTrainedModel, PreTrained
         settings = settings_of(load_adapter_files(adapter)[0])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = build_model(base, lora=settings, device=device, dtype=dtype).model
+    model = build_model(base, lora=settings, device=device, dtype=dtype, for_packed_rows=False).model
     if adapter is not None and settings is not None:
         load_adapter(adapter, model, settings)
-    # The packed attention needs the lengths of packed samples, which callers do not have.
-    model.set_attn_implementation(attention_of(model.config, "sdpa"))
+    # Attention over packed samples needs the samples of a row, which callers do not have.
+    model.set_attn_implementation(attention_of(model.config, own_implementation(type(model))))
     model.eval()
     tokenizer = _load_tokenizer(adapter, base)
     # As trained: a base model's generation_config.json need not name the token with which the template ends answers.

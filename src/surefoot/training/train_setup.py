@@ -97,5 +97,6 @@ def build_train_context(
         device=device,
         forward_context=forward_context,
         rollout_context=rollout_context,
+        isolation=built.isolation,
         before_micro_batch=partial(sharding.before_micro_batch, built.model) if sharding else lambda _: None,
     )

@@ -22,6 +22,7 @@ from surefoot.methods.base import Method, MethodContext, TrainContext
 from surefoot.methods.registry import method_of
 from surefoot.methods.training_data import RunData, open_data
 from surefoot.models.build import load_tokenizer
+from surefoot.models.decoder_layers import decoder_layers
 from surefoot.models.generate import end_tokens
 from surefoot.models.lora import experts_left_out, lora_settings
 from surefoot.models.resolve_model import fingerprint, resolve_model
@@ -327,8 +328,10 @@ def _load_train_context(
         run.emit(Notice(UNNAMED_ENDS.format(", ".join(tokenizer.convert_ids_to_tokens(sorted(unnamed))))))
     if train_context.objective.holds_all_logits:
         run.emit(Notice(ALL_LOGITS))
+    if how := train_context.isolation.describe():
+        run.emit(Notice(how))
     if config.health and not config.compile:  # a hook would cut the graph of each layer in two
-        run.phases.follow(getattr(train_context.model.get_decoder(), "layers", ()))
+        run.phases.follow(decoder_layers(train_context.model))
     if checkpoint is not None:
         ranks.run_or_raise_on_all(
             lambda: load_checkpoint(checkpoint, train_context.parameters, train_context.optimizer)
