@@ -21,7 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from surefoot.errors import ModelError
 from surefoot.models.attention_math import AttentionTerms, attend, with_heads_of
 from surefoot.models.sample_layout import SampleLayout, current_layout
-from surefoot.models.sample_masks import SampleMask, describe_mask, has_unknown_layers
+from surefoot.models.sample_masks import NeedsOwnAttentionError, SampleMask, describe_mask, has_unknown_layers
 
 IMPLEMENTATION = "surefoot"
 SHARES_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -49,8 +49,14 @@ class _Layer:
 
 def implementation_for(stock: type[PreTrainedModel], config: PreTrainedConfig) -> str:
     """Return the name of the attention function that a model is trained with."""
-    is_packed = stock._supports_attention_backend and not has_unknown_layers(config.get_text_config())
+    takes_functions = stock._supports_attention_backend or stock._can_set_attn_implementation()
+    is_packed = takes_functions and not has_unknown_layers(config.get_text_config())
     return IMPLEMENTATION if is_packed else own_implementation(stock)
+
+
+def can_share_prefixes(model: PreTrainedModel) -> bool:
+    """Return whether samples of a row can continue another one: a model's own attention function knows no such rows."""
+    return bool(model.config.get_text_config()._attn_implementation == IMPLEMENTATION)
 
 
 def own_implementation(stock: type[PreTrainedModel]) -> str:
@@ -79,6 +85,8 @@ def packed_attention(
     samples = current_layout()
     if samples is None:
         raise ModelError(f"{type(module).__name__} was called without the samples of its row (`samples`).")
+    if query.shape[2] != samples.num_tokens or key.shape[2] != samples.num_tokens:
+        raise NeedsOwnAttentionError(f"{query.shape[2]} queries, {key.shape[2]} keys")
     if query.is_cuda and torch.is_autocast_enabled("cuda"):
         query, key, value = (tensor.to(torch.get_autocast_dtype("cuda")) for tensor in (query, key, value))
     layer = _read_settings(attention_mask, options)

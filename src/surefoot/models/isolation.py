@@ -21,14 +21,14 @@ from torch.utils import _pytree
 from transformers import PreTrainedModel
 
 from surefoot.errors import ModelError
-from surefoot.models.attention import own_implementation
+from surefoot.models.attention import can_share_prefixes, own_implementation
 from surefoot.models.decoder_layers import decoder_layers, decoder_of
 from surefoot.models.experts import is_fused_experts
-from surefoot.models.per_sample import CallShapes, run_per_sample, same_rows
+from surefoot.models.per_sample import CallShapes, run_per_sample, run_whole, same_rows
 from surefoot.models.routing import router_names
 from surefoot.models.sample_layout import ARGUMENT, SampleArguments, SampleLayout, accept_samples, samples_are
-from surefoot.models.sample_masks import READ_BY_ATTENTION, MaskIsReadError, layer_kinds
-from surefoot.models.vision import attention_of, image_tokens
+from surefoot.models.sample_masks import READ_BY_ATTENTION, NeedsOwnAttentionError, layer_kinds
+from surefoot.models.vision import attention, attention_of, image_tokens
 
 PROBE_LENGTHS = (13, 10)
 """Lengths of the two samples of the probe; the second is changed where its sum would be a size of the model."""
@@ -79,14 +79,14 @@ def isolate_samples(model: PreTrainedModel, dtype: torch.dtype, *, is_sharded: b
     model.eval()
     missing_kernels = _tell_kernels(probe, arguments) if _wants_kernels(model) else None
     try:
-        mixing = probe.find_mixing(decoder)
-    except MaskIsReadError:  # the model computes with its masks, and needs those that transformers builds
+        apart, difference = _take_apart(probe, decoder)
+    except NeedsOwnAttentionError:
+        apart, difference = {}, float("inf")
+    if difference > probe.tolerance and can_share_prefixes(model):
+        for module in apart:
+            run_whole(module)
         model.set_attn_implementation(attention_of(model.config, own_implementation(type(model))))
-        mixing = probe.find_mixing(decoder)
-    apart = {decoder.get_submodule(name): shapes for name, shapes in (_find_rotary(decoder) | mixing).items()}
-    for module, shapes in apart.items():
-        run_per_sample(module, shapes, is_stateful=hasattr(module, "rope_type"))
-    difference = probe.measure_mixing(is_changed=bool(apart))
+        apart, difference = _take_apart(probe, decoder)
     if difference > probe.tolerance and not is_sharded and not router_names(model):
         apart = {model.base_model: probe.observe_shapes(model.base_model)}  # one process may run it any number of times
         run_per_sample(model.base_model, apart[model.base_model], is_stateful=False)
@@ -98,6 +98,19 @@ def isolate_samples(model: PreTrainedModel, dtype: torch.dtype, *, is_sharded: b
             "without experts are then run once per sample as a whole, which needs a single process."
         )
     return Isolation(dict(Counter(type(module).__name__ for module in apart)), missing_kernels)
+
+
+def _take_apart(probe: "_Probe", decoder: nn.Module) -> tuple[dict[nn.Module, CallShapes], float]:
+    """Let the parts of a decoder in which samples mix run once per sample.
+
+    Returns: those parts, and how far the logits of samples in a row are from those of each alone (see `_Probe`).
+    Raises: NeedsOwnAttentionError.
+    """
+    mixing = probe.find_mixing(decoder)
+    apart = {decoder.get_submodule(name): shapes for name, shapes in (_find_rotary(decoder) | mixing).items()}
+    for module, shapes in apart.items():
+        run_per_sample(module, shapes, is_stateful=hasattr(module, "rope_type"))
+    return apart, probe.measure_mixing(is_changed=bool(apart))
 
 
 def _wants_kernels(model: PreTrainedModel) -> bool:
@@ -115,7 +128,7 @@ def _tell_kernels(probe: "_Probe", arguments: SampleArguments) -> str | None:
         if missing is None:
             raise
         arguments.tells_kernels = False
-        return missing[1]
+        return missing[1].replace("_", "-")
     return None
 
 
@@ -193,9 +206,11 @@ class _Probe:
 
     @torch.no_grad()
     def _run_alone(self, ids: Tensor) -> Tensor:
-        """Return the logits of a sample with the model's own positions. Shapes: ids [T] -> [T, V]."""
+        """Return the logits of a sample by the model's own attention and positions. Shapes: ids [T] -> [T, V]."""
         samples = SampleLayout.of([len(ids)], self._device)
-        return self._model(input_ids=ids[None], use_cache=False, **{ARGUMENT: samples}).logits[0].float()  # type: ignore[no-any-return]
+        with attention(self._model, own_implementation(type(self._model))):
+            logits = self._model(input_ids=ids[None], use_cache=False, **{ARGUMENT: samples}).logits
+        return logits[0].float()  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def _run(self, ids: Tensor, samples: SampleLayout) -> Tensor:

@@ -144,12 +144,18 @@ def run_per_sample(module: nn.Module, shapes: CallShapes, *, is_stateful: bool) 
     module.forward = _PerSample(module, shapes, is_stateful)
 
 
+def run_whole(module: nn.Module) -> None:
+    """Undo `run_per_sample`."""
+    assert isinstance(module.forward, _PerSample)
+    module.forward = module.forward.whole
+
+
 class _PerSample:
     """The forward of a module, once per sample."""
 
     def __init__(self, module: nn.Module, shapes: CallShapes, is_stateful: bool) -> None:
         self._module = module
-        self._forward: Callable[..., Any] = module.forward
+        self.whole: Callable[..., Any] = module.forward
         self._shapes = shapes
         self._state = _attributes(module) if is_stateful else None
 
@@ -157,13 +163,13 @@ class _PerSample:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layout = current_layout()
         if layout is None or (len(layout.lengths) == 1 and self._state is None):
-            return self._forward(*args, **kwargs)
+            return self.whole(*args, **kwargs)
         outputs = []
         device = layout.ends.device
         for sample, spans in enumerate(layout.spans_read):
             if self._state is not None:
                 _set_attributes(self._module, self._state)
-            outputs.append(self._shapes.run_sample(self._forward, args, kwargs, sample, spans, device))
+            outputs.append(self._shapes.run_sample(self.whole, args, kwargs, sample, spans, device))
         return outputs[0] if len(outputs) == 1 else self._shapes.join(outputs)
 
 

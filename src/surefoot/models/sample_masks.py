@@ -24,7 +24,7 @@ from transformers.masking_utils import (
 
 READ_BY_ATTENTION = {
     "full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "moe", "hybrid",
-    "hybrid_sliding", "sparse", "dense", "mamba", "attention", "recurrent",
+    "hybrid_sliding", "sparse", "dense", "mlp", "mamba", "attention", "recurrent",
 }  # fmt: skip
 """Kinds of layers in which nothing but the attention function reads the mask, and samples that mix do so from their
 first tokens on. Others (sparse indexers, compressed keys) compute with it, or begin to mix after many tokens."""
@@ -32,8 +32,9 @@ LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")
 """Names under which configs list the kind of each layer."""
 
 
-class MaskIsReadError(Exception):
-    """A model computes with a mask that is only described."""
+class NeedsOwnAttentionError(Exception):
+    """A model cannot be given attention over packed samples: it computes with a mask that is only described here, or
+    attends to other states than those of its row."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,14 @@ class SampleMask:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise MaskIsReadError(name)
+        raise NeedsOwnAttentionError(name)
 
     def __getitem__(self, _: Any) -> Any:
-        raise MaskIsReadError("[]")
+        raise NeedsOwnAttentionError("[]")
 
     @classmethod
     def __torch_function__(cls, func: Any, *_: Any) -> Any:
-        raise MaskIsReadError(str(func))
+        raise NeedsOwnAttentionError(str(func))
 
     def allowed(self, length: int, device: torch.device) -> Tensor | None:
         """Return which tokens are seen in a sample, bool [length, length]; None for plain causal attention."""
