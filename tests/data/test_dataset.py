@@ -22,7 +22,7 @@ from surefoot.data.checks import data_findings
 from surefoot.data.dataset import Counts, Dataset
 from surefoot.data.images import ImageSettings
 from surefoot.data.render import RendererSource
-from surefoot.data.template import TemplateSource
+from surefoot.data.template_source import TemplateSource
 from surefoot.errors import DataError
 from tests.data.families import tokenizer_of
 from tests.data.opening import open_dataset, prepared

@@ -14,7 +14,8 @@ from tokenizers import AddedToken
 from surefoot.data.conversation import IMAGE, BadRow, Conversation, Message
 from surefoot.data.oddities import Oddity
 from surefoot.data.render import Rendered, Renderer, RendererSource
-from surefoot.data.template import MARK, Text
+from surefoot.data.template import Text
+from surefoot.data.turn_spans import MARK
 from surefoot.errors import DataError
 from tests.data.families import EMPTY_THOUGHT, FAMILIES, tokenizer_of
 
@@ -423,7 +424,7 @@ def test_a_template_that_writes_todays_date_writes_the_same_one_tomorrow() -> No
 
 
 def test_an_endless_template_meets_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("surefoot.data.template.RENDER_DEADLINE_S", 0.3)
+    monkeypatch.setattr("surefoot.data.template_source.RENDER_DEADLINE_S", 0.3)
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(DataError, match=" 0 s .*endless loop"):
         with_template(endless).render(Conversation(talk("a", "b")))

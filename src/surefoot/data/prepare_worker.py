@@ -26,7 +26,8 @@ from surefoot.data.render import Renderer, RendererSource
 from surefoot.data.row_formats import Reader
 from surefoot.data.rows import Row
 from surefoot.data.shard import ShardRow, ShardWriter
-from surefoot.data.template import TemplateSource, Text
+from surefoot.data.template import Text
+from surefoot.data.template_source import TemplateSource
 from surefoot.data.template_process import TEMPLATE_PROCESS
 from surefoot.errors import DataError, SurefootError
 from surefoot.system.line_pipe import LinePipe

@@ -20,8 +20,9 @@ from transformers import PreTrainedTokenizerBase
 from surefoot.data.conversation import BadRow, Conversation
 from surefoot.data.images import Image, ImageSettings, find_image
 from surefoot.data.oddities import Oddity
-from surefoot.data.template import RENDER_DEADLINE_S, ChatTemplate, Span, TemplateSource, Text
+from surefoot.data.template import ChatTemplate, Span, Text
 from surefoot.data.template_process import TEMPLATE_PROCESS, Rendering
+from surefoot.data.template_source import RENDER_DEADLINE_S, TemplateSource
 from surefoot.errors import DataError, ModelError, is_panic
 from surefoot.system.atomic_io import cache_folder, write_bytes
 
