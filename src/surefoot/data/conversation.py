@@ -52,7 +52,7 @@ class Message:
     images: tuple[ImageSource | None, ...] = ()
     """Source of each IMAGE in the content; None until it is taken from the row's columns."""
 
-    def as_template_input(self, form: MessageForm = MessageForm()) -> dict[str, Any]:  # noqa: B008 - it is frozen
+    def as_template_input(self, form: MessageForm = MessageForm()) -> dict[str, Any]:
         """Return the message as chat templates read it. Keys without a value are left out: templates test for them."""
         message: dict[str, Any] = {**self.others, "role": self.role, "content": self._content_in(form)}
         if self.tool_calls:

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from surefoot.data.conversation import BadRow, Conversation, Message
 from surefoot.data.hidden_conversation import HiddenConversation

@@ -134,11 +134,12 @@ class Template:
         words: Sequence[str],
     ) -> MessageForm:
         """Return the first form in which the template shows the words, and no object as Python would print it."""
-        for (messages, tools), form in product(turns, forms):
-            with suppress(BadRow):
-                text = self._render(messages, tools, form)
-                if all(word in text for word in words) and not _PRINTED_OBJECT.search(text):
-                    return form
+        for messages, tools in turns:
+            for form in forms:
+                with suppress(BadRow):
+                    text = self._render(messages, tools, form)
+                    if all(word in text for word in words) and not _PRINTED_OBJECT.search(text):
+                        return form
         return forms[0]
 
 

@@ -112,7 +112,7 @@ def _end_of_last_call(template: Template, known: set[str]) -> str:
     """Return what ends a call when nothing follows: a known end of a turn, or else the last special token."""
     text = template.try_render(PLAIN_CALL[:2], (PLAIN_TOOL,)) or ""
     tail = text[text.rfind("V1") :].rstrip() if "V1" in text else ""
-    tokens = template.control.findall(tail)
+    tokens: list[str] = template.control.findall(tail)
     if not tokens or not tail.endswith(tokens[-1]) or _is_quote(tokens[-1], tail):
         return ""
     return next((token for token in tokens if token in known), tokens[-1])

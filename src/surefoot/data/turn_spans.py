@@ -43,7 +43,12 @@ class TurnFinder:
     """Finds the turns of one rendered conversation."""
 
     def __init__(
-        self, template: Template, ends: TurnEnds, messages: Sequence[Message], tools: Sequence[dict[str, Any]], text: str
+        self,
+        template: Template,
+        ends: TurnEnds,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        text: str,
     ) -> None:
         self._template, self._ends = template, ends
         self._messages, self._tools = messages, tools
