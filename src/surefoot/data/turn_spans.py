@@ -140,8 +140,12 @@ class TurnFinder:
             )
         if pieces and min(pieces) >= 0:
             end = self._ends.find_first(self.text, max(pieces), limit)
-        else:  # a message without words, or one that the template reads differently with a mark
+        elif next_mark >= 0 or index == len(self._messages) - 1:
             end = self._ends.find_last(self.text, begin, limit)
+        elif message.reasoning:  # it may end like a turn
+            raise self._cannot_separate(index)
+        else:
+            end = self._ends.find_first(self.text, begin, limit)
         token = self._ends.unwritten.get(bool(message.tool_calls), "")
         if not end and token and index == len(self._messages) - 1:
             self.text += token
@@ -179,11 +183,16 @@ class TurnFinder:
         Messages that the template reads differently with a mark have none.
         """
         numbers = [mark for i, message in enumerate(self._messages) for mark in _marks_of(message, i)]
-        marks = self._read_marks(numbers)
-        if marks is None:
-            numbers = [number for number in numbers if self._read_marks([number]) is not None]
-            marks = self._read_marks(numbers)
-        return marks or {}
+        return self._read_marks(numbers) or self._read_marks(self._list_readable(numbers)) or {}
+
+    def _list_readable(self, numbers: Sequence[int]) -> list[int]:
+        """Return the marks without those with which the template writes another text."""
+        if self._read_marks(numbers) is not None:
+            return list(numbers)
+        if len(numbers) == 1:
+            return []
+        middle = len(numbers) // 2
+        return [*self._list_readable(numbers[:middle]), *self._list_readable(numbers[middle:])]
 
     def _read_marks(self, numbers: Sequence[int]) -> dict[int, int] | None:
         """Return the first position of each mark; None if the template writes another text with them."""
@@ -220,7 +229,7 @@ def _content_mark(index: int) -> int:
 
 def _marks_of(message: Message, index: int) -> Iterable[int]:
     """Yield the marks of a message: an even number for its words, an odd one for its last call."""
-    if message.content.strip():
+    if message.content.strip() or not message.tool_calls:
         yield _content_mark(index)
     if message.tool_calls:
         yield _content_mark(index) + 1
