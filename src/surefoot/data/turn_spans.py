@@ -20,6 +20,7 @@ MARK = "\U000ffffd"
 """Marker of a position in a message, in a rendering that is used for analysis only."""
 _NUMBERED_MARK = re.compile(f"{MARK}(\\d+){MARK}")
 _TAG = re.compile(r"<[^<>]*>")
+_LINE = re.compile(r"[^\n]*\n+")
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,8 @@ class TurnFinder:
         # such as an empty thought. Its header is searched for then.
         bare = self._render_tail(marked)
         if bare == prompt:  # a template that always writes the generation prompt (Command-R7B)
-            bare = prompt[: self._ends.find_first(prompt, 0, len(prompt))]
-        if not bare or not prompt.startswith(bare):
+            bare = prompt[: self._ends.find_first(prompt, 0, len(prompt))] or None
+        if bare is None or not prompt.startswith(bare):
             return None
         return self._find_header(prompt[len(bare) :], anchor, index)
 
@@ -117,7 +118,8 @@ class TurnFinder:
             return None
         shared = commonprefix([self.text[at : at + len(prompt)], prompt])  # noqa: RUF071 - these are no paths
         end = [match.end() for match in self._template.control.finditer(shared)][-1]
-        return at + (shared.find("\n", end) + 1 or end)
+        line = _LINE.match(shared, end)
+        return at + (line.end() if line else end)
 
     def _render_tail(self, marked: Sequence[Message], *, add_generation_prompt: bool = False) -> str | None:
         """Return the text behind the first mark; None if the template refuses the messages or omits the mark."""
