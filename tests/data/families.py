@@ -60,7 +60,7 @@ class Family:
     kwargs: dict[str, Any] = field(default_factory=dict)
     prompted: str = ""
     """End of the generation prompt that `answer` finds as a part of the answer."""
-    form: MessageForm = MessageForm()
+    form: MessageForm = field(default_factory=MessageForm)
     """Form in which the template reads messages."""
     without: tuple[str, ...] = ()
     """Shapes of conversations that the template does not support."""
@@ -115,7 +115,10 @@ FAMILIES = {
     "smollm2": Family("smollm2", "<|im_start|>", "<|im_end|>", QWEN, CHATML),
     "qwen2.5": Family("qwen2.5", None, "<|im_end|>", QWEN, CHATML, True, True),
     "qwen3": Family("qwen3", None, "<|im_end|>", QWEN, CHATML, True, True),
-    "qwen3-nothink": Family("qwen3", None, "<|im_end|>", QWEN, CHATML, True, True, kwargs={"enable_thinking": False}, prompted=EMPTY_THOUGHT),
+    "qwen3-nothink": Family(
+        "qwen3", None, "<|im_end|>", QWEN, CHATML, True, True,
+        kwargs={"enable_thinking": False}, prompted=EMPTY_THOUGHT,
+    ),
     "mixtral": Family("mixtral", "<s>", "</s>", ("<s>", "</s>"), MIXTRAL_ANSWER, pieces=True),
     "mistral": Family(
         "mistral", "<s>", "</s>", MISTRAL, MISTRAL_ANSWER,
@@ -136,7 +139,7 @@ FAMILIES = {
     ),
     "gpt-oss": Family(
         "gptoss", None, "<|return|>", GPT_OSS, GPT_OSS_ANSWER, True, leads=("<|channel|>final<|message|>",),
-        form=MessageForm(reasoning_key="thinking"), without=("parallel calls",), middle_end="<|end|>",
+        without=("parallel calls",), middle_end="<|end|>",
     ),
     "gemma4": Family(
         "gemma4", "<bos>", "<turn|>", GEMMA4, GEMMA4_ANSWER, True, trims=True,
@@ -211,3 +214,29 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
         GenerationConfig(eos_token_id=ends).save_pretrained(fast.name_or_path)
     fast.chat_template = (HERE / f"{family.template}.jinja").read_text("utf-8").removesuffix("\n")
     return fast
+
+
+MODELS = {
+    "qwen1.5": "Qwen1.5, Qwen2",
+    "smollm2": "SmolLM2",
+    "qwen2.5": "Qwen2.5",
+    "qwen3": "Qwen3",
+    "mixtral": "Mixtral",
+    "mistral": "Mistral 7B v0.3, Mistral Nemo",
+    "llama3": "Llama 3",
+    "llama3.1": "Llama 3.1 to 3.3",
+    "qwen3.5": "Qwen3.5",
+    "glm4": "GLM-4.5 to 4.7",
+    "gpt-oss": "gpt-oss",
+    "gemma4": "Gemma 4",
+    "cohere2": "Cohere 2, Tiny Aya",
+    "command-r7b": "Command-R7B",
+    "hermes": "Hermes 2 Pro, Hermes 3",
+    "functionary": "Functionary v3.2",
+    "deepseek-v3.1": "DeepSeek V3.1",
+    "r1-distill": "DeepSeek-R1-Distill",
+    "smollm3": "SmolLM3",
+    "idefics3": "Idefics3",
+    "llava-next": "LLaVA-Next",
+}
+"""Released models of each family, as the documentation names them."""

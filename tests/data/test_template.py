@@ -42,6 +42,12 @@ SHAPES = {
     "unicode": talk("你好，世界 🌍", "é́ עברית 中文 \u2028 x"),
     "the same words twice": talk("yes", "yes", "yes", "yes"),
     "header in the words": talk("assistant\nassistant\n", "assistant\n"),
+    "reasoning": (
+        Message("user", "why"),
+        Message("assistant", "because", reasoning="so because"),
+        Message("user", "and"),
+        Message("assistant", "end", reasoning="the end comes"),
+    ),
     "thoughts in the words": talk("why", "<think>\nso\n</think>\n\nbecause", "and", "<think>\nhm\n</think>\n\nend"),
 }
 TOOL_SHAPES = {
@@ -113,7 +119,11 @@ def cases() -> list[Any]:
         shapes: dict[str, tuple[Message, ...]] = dict(SHAPES)
         shapes |= TOOL_SHAPES if family.has_tools else {}
         shapes |= PARALLEL_SHAPES if family.has_parallel_calls else {}
-        found += [pytest.param(name, messages, id=f"{name}-{shape}") for shape, messages in shapes.items() if shape not in family.without]
+        found += [
+            pytest.param(name, messages, id=f"{name}-{shape}")
+            for shape, messages in shapes.items()
+            if shape not in family.without
+        ]
     return found
 
 

@@ -32,7 +32,6 @@ class MessageForm:
     """Content of a message with tool calls and no words."""
     arguments_are_text: bool = False
     """Whether the arguments of a call are JSON text; else an object."""
-    reasoning_key: str = "reasoning_content"
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Message:
         if self.tool_calls:
             message["tool_calls"] = [_write_call(call, form) for call in self.tool_calls]
         if self.reasoning is not None:
-            message[form.reasoning_key] = self.reasoning
+            message["reasoning_content"] = self.reasoning
         return message
 
     def _content_in(self, form: MessageForm) -> Any:

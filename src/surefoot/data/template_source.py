@@ -1,7 +1,7 @@
 """A chat template with its variables, and the form in which it reads messages.
 
-Templates differ in what they read: Idefics3 contents as lists of parts, Functionary the arguments of a call as text,
-gpt-oss reasoning under another key. The form is found by rendering short conversations in each.
+Templates differ in what they read: Idefics3 contents as lists of parts, Functionary the arguments of a call as text.
+The form is found by rendering short conversations in each.
 """
 
 import json
@@ -41,7 +41,6 @@ PLAIN_CALL = (
     Message("assistant", "A1"),
 )
 """Turns that show how a template writes a call of PLAIN_TOOL and its result."""
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True)
@@ -121,11 +120,7 @@ class Template:
             replace(form, call_content=content, arguments_are_text=is_text)
             for content, is_text in product(("", None), (False, True))
         ]
-        form = self._choose_form(calls, [(PLAIN_CALL, (PLAIN_TOOL,)), (PLAIN_CALL[:2], (PLAIN_TOOL,))], ("f1", "V1"))
-        keys = [replace(form, reasoning_key=key) for key in REASONING_KEYS]
-        question, answer, call = PLAIN_TURNS[0], PLAIN_TURNS[1], PLAIN_CALL[1]
-        turns = [([question, replace(answer, reasoning="R1")], ()), ([question, replace(call, reasoning="R1")], ())]
-        return self._choose_form(keys, turns, ("R1",))
+        return self._choose_form(calls, [(PLAIN_CALL, (PLAIN_TOOL,)), (PLAIN_CALL[:2], (PLAIN_TOOL,))], ("f1", "V1"))
 
     def _choose_form(
         self,
