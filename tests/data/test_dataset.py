@@ -302,7 +302,7 @@ def test_the_key_of_prepared_data_stays_what_it_was() -> None:
     images = ImageSettings("<i>", 7, 14, 2, 3136, 12845056, None, False)
     source = RendererSource(template, "0" * 64, 1, images, "why")
     assert asdict(source).keys() == {"template", "tokenizer_sha256", "bos_id", "images", "no_vision_reason"}
-    names = "template tool_template special_tokens controls eos plain_start kwargs parse_special_tokens"
+    names = "template tool_template special_tokens controls eos plain_start kwargs parse_special_tokens generation_ends"
     assert " ".join(asdict(template)) == names
     names = "token token_id patch_size merge_size min_pixels max_pixels folder allow_urls"
     assert " ".join(asdict(images)) == names

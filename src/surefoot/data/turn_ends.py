@@ -97,7 +97,8 @@ def render_plain_turns(template: Template) -> str:
 
 def _find_header(template: Template) -> str:
     prompt, bare = (template.try_render(PLAIN_TURNS[:1], (), add_generation_prompt=adds) for adds in (True, False))
-    return prompt.removeprefix(bare) if prompt and bare and prompt.startswith(bare) else ""
+    header = prompt.removeprefix(bare) if prompt and bare else ""
+    return header if template.control.search(header) else ""
 
 
 def _find_run(template: Template, text: str) -> list[str]:
