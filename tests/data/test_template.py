@@ -267,6 +267,18 @@ UNSAFE = {
         "{% endfor %}",
         r"'### assistant:' .*add_generation_prompt",
     ),
+    "system within the answers": (
+        "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% if m.role == 'assistant' and messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+        "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        r"cannot be separated",
+    ),
+    "system before and within the answers": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% if m.role == 'assistant' and messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+        "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        r"cannot be separated",
+    ),
     "drops the system": (
         "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",

@@ -15,7 +15,7 @@ from surefoot.data.conversation import BadRow, Conversation, Message
 from surefoot.data.render import RendererSource, answer_ends, tokenize_prompts
 from surefoot.data.template import ChatTemplate
 from surefoot.data.template_process import TEMPLATE_PROCESS, Rendering
-from surefoot.data.template_source import Template
+from surefoot.data.template_source import Template, TemplateSource
 from surefoot.errors import DataError
 from tests.data.families import FAMILIES, MODELS, tokenizer_of
 
@@ -57,6 +57,32 @@ def test_the_analysis_of_gpt_oss_is_a_part_of_its_turn() -> None:
 def test_a_model_does_not_stop_where_only_its_analysis_ends() -> None:
     ids = tokenizer_of("gpt-oss").convert_tokens_to_ids
     assert answer_ends(tokenizer_of("gpt-oss")) == {ids("<|return|>"), ids("<|call|>")}
+
+
+@pytest.mark.parametrize(("named", "stops"), [((), {"<|im_end|>", "<|call_end|>"}), (("<|im_end|>",), {"<|im_end|>"})])
+def test_a_model_stops_at_the_end_of_a_call_unless_its_settings_name_other_ends(
+    named: tuple[str, ...], stops: set[str]
+) -> None:
+    source = TemplateSource(
+        "{{ tools | tojson if tools }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}<|call_end|>{% endfor %}"
+        "{% if not m.tool_calls %}<|im_end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        None, {}, ("<|im_start|>", "<|im_end|>", "<|call_end|>"), "<|im_end|>", "", generation_ends=named,
+    )  # fmt: skip
+    assert set(ChatTemplate(replace(source, tool_template=source.template)).ends) == stops
+
+
+def test_a_header_behind_a_result_that_the_prompt_lacks_is_not_trained() -> None:
+    """As in one version of Gemma 4's template."""
+    tokenizer = copy.deepcopy(tokenizer_of("qwen2.5"))
+    tokenizer.chat_template = (
+        "{{ tools | tojson }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|im_start|>assistant\n{% endif %}"
+    )
+    text = template_of("qwen2.5", tokenizer).render(Conversation((ASKED, CALLED, SHOWN, ANSWERED), tools=(TOOL,)))
+    assert text.text[text.spans[1].begin : text.spans[1].end] == "yes<|im_end|>"
 
 
 def test_results_of_gemma_4_are_not_trained() -> None:

@@ -1,6 +1,5 @@
 """How a chat template ends the assistant's turns, found in renderings of short conversations."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
@@ -58,6 +57,8 @@ def find_turn_ends(template: Template) -> TurnEnds:
     written = [end for end in (middle, last, call) if end]
     written += [end for end in (*named, WAITS_FOR_TOOL) if end in controls]
     stops = [template.control.findall(end)[-1] for end in (last, call) if end]
+    if source.generation_ends:  # they tell whether the end of a call ends the turn, or only this call
+        stops = [end for end in stops if end != call or end in named]
     stops += [end for end in (source.eos, WAITS_FOR_TOOL) if end in controls]
     stops += map(str.strip, unwritten.values())
     return TurnEnds(tuple(dict.fromkeys(written)), unwritten, tuple(dict.fromkeys(stops)), _find_header(template))
@@ -114,14 +115,9 @@ def _end_of_last_call(template: Template, known: set[str]) -> str:
     text = template.try_render(PLAIN_CALL[:2], (PLAIN_TOOL,)) or ""
     tail = text[text.rfind("V1") :].rstrip() if "V1" in text else ""
     tokens: list[str] = template.control.findall(tail)
-    if not tokens or not tail.endswith(tokens[-1]) or _is_quote(tokens[-1], tail):
+    if not tokens or not tail.endswith(tokens[-1]):
         return ""
     return next((token for token in tokens if token in known), tokens[-1])
-
-
-def _is_quote(token: str, tail: str) -> bool:
-    """Return whether a token closes the value of an argument, and not the call."""
-    return bool(re.fullmatch(r"V1\s*" + re.escape(token), tail))
 
 
 def _find_unwritten_end(

@@ -74,7 +74,7 @@ class TurnFinder:
 
     def _find_begin(self, index: int) -> int:
         """Return the position at which generation of turn `index` would begin."""
-        anchor = self._marks.get(_content_mark(index - 1), -1)
+        anchor = self._locate(_content_mark(index - 1))
         before = self._messages[:index]
         if anchor >= 0:
             for context in dict.fromkeys((_last_exchange(before), tuple(range(index)))):
@@ -111,7 +111,7 @@ class TurnFinder:
         first = self._template.control.search(prompt)
         if first is None:
             return None
-        marks = [self._marks.get(mark, -1) for mark in _marks_of(self._messages[index], index)]
+        marks = map(self._locate, _marks_of(self._messages[index], index))
         words = min((mark for mark in marks if mark >= 0), default=len(self.text))
         at = self.text.find(prompt[: first.end()], anchor, words)
         if at < 0:
@@ -129,12 +129,12 @@ class TurnFinder:
 
     def _find_end(self, index: int, begin: int, limit: int) -> int:
         message = self._messages[index]
-        if self._marks.get(_content_mark(index)) == -1:
+        if self._marks.get(_content_mark(index)) == []:
             raise hidden_words(message.content, index)
-        next_mark = self._marks.get(_content_mark(index + 1), -1)
+        next_mark = self._locate(_content_mark(index + 1))
         if next_mark >= 0:
             limit = min(limit, next_mark)
-        pieces = [self._marks.get(mark, -1) for mark in _marks_of(message, index)]
+        pieces = [self._locate(mark) for mark in _marks_of(message, index)]
         if max(pieces, default=0) > limit:
             raise BadRow(
                 f"the chat template writes words or calls of message {index + 1} behind the message that follows, so "
@@ -163,12 +163,12 @@ class TurnFinder:
     def _check_marks(self, turns: Sequence[Turn]) -> None:
         """Raise BadRow if words of an assistant's message are outside its turn, or words of another inside."""
         turn_of = {turn.index: turn for turn in turns}
-        for mark, position in self._marks.items():
+        for mark, positions in self._marks.items():
             own = turn_of.get(mark // 2)
             if own is not None:
-                is_right = position < 0 or own.begin <= position <= own.end
+                is_right = not positions or own.begin <= positions[0] <= own.end
             else:
-                is_right = not any(turn.begin < position < turn.end for turn in turns)
+                is_right = not any(turn.begin < position < turn.end for turn in turns for position in positions)
             if not is_right:
                 raise self._cannot_separate(mark // 2)
 
@@ -179,8 +179,8 @@ class TurnFinder:
         )
 
     @cached_property
-    def _marks(self) -> dict[int, int]:
-        """Position of each mark in the text, -1 if it is not shown.
+    def _marks(self) -> dict[int, list[int]]:
+        """Positions of each mark in the text.
 
         Messages that the template reads differently with a mark have none.
         """
@@ -196,19 +196,22 @@ class TurnFinder:
         middle = len(numbers) // 2
         return [*self._list_readable(numbers[:middle]), *self._list_readable(numbers[middle:])]
 
-    def _read_marks(self, numbers: Sequence[int]) -> dict[int, int] | None:
-        """Return the first position of each mark; None if the template writes another text with them."""
+    def _locate(self, mark: int) -> int:
+        """Return the first position of a mark in the text, -1 without one."""
+        return next(iter(self._marks.get(mark, ())), -1)
+
+    def _read_marks(self, numbers: Sequence[int]) -> dict[int, list[int]] | None:
+        """Return the positions of each mark; None if the template writes another text with them."""
         messages = list(self._messages)
         for number in numbers:
             messages[number // 2] = _mark_message(messages[number // 2], number)
         marked = self._template.try_render(messages, self._tools)
         if marked is None or _NUMBERED_MARK.sub("", marked) != self.text:
             return None
-        positions = dict.fromkeys(numbers, -1)
+        positions: dict[int, list[int]] = {number: [] for number in numbers}
         removed = 0
         for match in _NUMBERED_MARK.finditer(marked):
-            if positions[int(match[1])] < 0:
-                positions[int(match[1])] = match.start() - removed
+            positions[int(match[1])].append(match.start() - removed)
             removed += len(match.group())
         return positions
 
