@@ -188,7 +188,8 @@ class ChatTemplate:
             if len(word.findall(span)) < len(word.findall(answer)) + count:
                 raise BadRow(
                     f"the chat template does not show {'the call' if count == 1 else f'all {count} calls'} of '{name}' "
-                    f"in message {index + 1}. Use a model whose template knows tools, or give one with chat_template"
+                    f"in message {index + 1}. Use a model whose template knows tools, give one with chat_template, or "
+                    "write the call as text in `content`, as the model's documentation shows"
                 )
 
     def _build_text(
