@@ -21,13 +21,13 @@ from transformers.distributed import DistributedConfig
 
 from surefoot.errors import ModelError
 from surefoot.models import attention, experts, vision
+from surefoot.models.checkpoint_weights import check_weights_fill
 from surefoot.models.decoder_layers import decoder_layers
 from surefoot.models.dtensor_blocks import load_full
 from surefoot.models.isolation import Isolation, isolate_samples
 from surefoot.models.lora import LoraSettings, LoraTargets, attach, initial_value, is_lora
 from surefoot.models.pretrained import (
     check_generation_config,
-    check_weights_fill,
     config_errors,
     load_config,
     load_tokenizer,
@@ -37,6 +37,7 @@ from surefoot.models.pretrained import (
     weight_errors,
 )
 from surefoot.models.quantization.base import FLOAT, WeightFormat
+from surefoot.models.quantization.released import find_quantization
 from surefoot.models.quantization.store_on_load import StoreOnLoad
 from surefoot.models.routing import RoutingRecorder, keep_routing_on_recompute
 from surefoot.models.sample_layout import accept_samples, keep_layout_on_recompute
@@ -251,8 +252,8 @@ def _load_weights(
         options["quantization_config"] = StoreOnLoad(weight_format)
     with quiet_transformers(), weight_errors(folder):
         # One GPU reads ahead in threads: that is faster, and its host memory holds only tensors in transit.
-        is_streamed = device.type == "cpu" or is_sharded
-        model, info = (streamed(cls) if is_streamed else cls).from_pretrained(
+        is_streamed = device.type == "cpu" or is_sharded or find_quantization(folder / "config.json") is not None
+        model, info = (streamed(cls, folder, dtype) if is_streamed else cls).from_pretrained(
             str(folder),
             config=config,
             dtype=dtype,

@@ -2,8 +2,8 @@
 
 Merging holds one tensor in memory at a time, writing fully trained weights one decoder layer. The merged files have
 the base's names, shapes, types and layout: each base file's header is copied and its tensors follow, merged where the
-adapter has an update. transformers' own conversion mapping assigns base tensors to parameters, so hub names per expert
-and fused names both work.
+adapter has an update. A quantised base is written in bfloat16. transformers' own conversion mapping assigns base
+tensors to parameters, so hub names per expert and fused names both work.
 """
 
 import json
@@ -31,8 +31,10 @@ from transformers.core_model_loading import (
 from surefoot.errors import ModelError
 from surefoot.models.adapter import read_contents
 from surefoot.models.build import load_config, meta_model
-from surefoot.models.resolve_model import weight_files
-from surefoot.models.safetensors_writer import INDEX, split_into_files, tensor_file
+from surefoot.models.checkpoint_weights import CheckpointWeights
+from surefoot.models.quantization.released import find_quantization
+from surefoot.models.resolve_model import read_json_object, weight_files
+from surefoot.models.safetensors_writer import INDEX, write_files
 from surefoot.models.vision import vision_names
 from surefoot.system.atomic_io import new_folder, write_json
 from surefoot.system.safetensors_header import read_header
@@ -80,23 +82,13 @@ def write_model(
 
     specs = [convert_to_stored({name: torch.empty(shapes[name], device="meta") for name in names}) for names in layers]
     remaining_values = iter(values)
-    places: dict[str, str] = {}
-    for file_name, numbers in split_into_files(specs):
-        header = {name: spec for number in numbers for name, spec in specs[number].items()}
-        places |= dict.fromkeys(header, file_name)
-        with tensor_file(folder / file_name, header) as file:
-            for number in numbers:
-                layer = dict(islice(remaining_values, len(layers[number])))
-                assert list(layer) == layers[number]
-                stored = convert_to_stored(layer)
-                del layer
-                while stored:
-                    name = next(iter(stored))
-                    file.write(name, stored.pop(name))
-    if len(set(places.values())) > 1:
-        total = sum(spec.nbytes for layer in specs for spec in layer.values())
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+    def read_layer(number: int) -> dict[str, Tensor]:
+        layer = dict(islice(remaining_values, len(layers[number])))
+        assert list(layer) == layers[number]
+        return convert_to_stored(layer)
+
+    write_files(folder, specs, read_layer)
     # transformers does not tie weights that the base holds twice with different values, whatever its config sets.
     model.config.tie_word_embeddings &= shapes.keys() <= {*dict(model.named_parameters()), *buffers}
     _write_config(folder, base, model)
@@ -143,15 +135,9 @@ def read_untrained(base: Path, trained: Container[str]) -> dict[str, Tensor]:
     untrained_names = {*stored_buffers(model), *(name for name in vision_names(model) if name not in trained)}
     if not untrained_names:
         return {}
-    get_place = _build_place_lookup(base)
-    tensors: dict[str, Tensor] = {}
-    for path in weight_files(base):
-        with safe_open(path, framework="pt") as file:
-            names: list[str] = list(file.keys())
-            tensors |= {
-                get_place(name)[0]: file.get_tensor(name) for name in names if get_place(name)[0] in untrained_names
-            }
-    return tensors
+    get_place, stored = _build_place_lookup(base), CheckpointWeights(base)
+    places = {name: get_place(name)[0] for name in stored.weights}
+    return {place: stored.read(name) for name, place in places.items() if place in untrained_names}
 
 
 def _get_layer(name: str) -> str:
@@ -170,17 +156,20 @@ def merge_adapter(base: Path, adapter: Path, target: Path, finish: Callable[[Pat
     files = weight_files(base)
     if not files:
         raise ModelError(f"{base} has no *.safetensors weights to merge into.")
-    merger = _Merger(adapter)
-    find_place = _build_place_lookup(base)
+    merger = _Merger(adapter, _build_place_lookup(base))
+    is_quantised = find_quantization(base / "config.json") is not None
     with new_folder(target) as temporary:
-        for path in files:
+        if is_quantised:
+            _merge_quantised(base, temporary, merger)
+        for path in files if not is_quantised else ():
             try:
-                _merge_file(path, temporary / path.name, merger, find_place)
+                _merge_file(path, temporary / path.name, merger)
             except (SafetensorError, ValueError) as error:  # an invalid header is invalid JSON
                 raise ModelError(f"{path}: is no whole safetensors file: {error}. Fetch the model again.") from error
         merger.check_complete(base)
+        written = {path.name for path in temporary.iterdir()} | ({INDEX} if is_quantised else set())
         for path in sorted(base.iterdir()):
-            if path.is_file() and path.suffix not in (".safetensors", ".bin", ".gguf"):
+            if path.is_file() and path.suffix not in (".safetensors", ".bin", ".gguf") and path.name not in written:
                 shutil.copy2(path, temporary / path.name)
         finish(temporary)
     return target
@@ -189,15 +178,17 @@ def merge_adapter(base: Path, adapter: Path, target: Path, finish: Callable[[Pat
 class _Merger:
     """Adder of an adapter to the weights it belongs to, piece by piece; it tracks which parts are not merged yet."""
 
-    def __init__(self, adapter: Path) -> None:
-        self._folder = adapter
+    def __init__(self, adapter: Path, find_place: "Place") -> None:
+        self._folder, self._find_place = adapter, find_place
         self._content = read_contents(adapter)
         self._left = {name: pair.numel for name, pair in self._content.low_rank.items()}
         """Number of elements of each adapted weight that are not merged yet."""
         self._left |= {name: value.numel() for name, value in self._content.whole.items()}
 
-    def merge(self, parameter: str, value: Tensor, expert: int | None, rows: slice) -> Tensor:
-        """Return `value` plus its part of the adapter: of one expert (or of all, None), and of some output rows."""
+    def merge(self, name: str, value: Tensor) -> Tensor:
+        """Return a tensor of the base, by its stored name, plus its part of the adapter."""
+        parameter, expert, piece = self._find_place(name)
+        rows = slice(None) if expert is None else slice(piece * value.shape[0], (piece + 1) * value.shape[0])
         full_weight = self._content.whole.get(parameter)
         pair = self._content.low_rank.get(parameter)
         if full_weight is None and pair is None:
@@ -251,7 +242,21 @@ def _build_place_lookup(base: Path) -> Place:
     return find_place
 
 
-def _merge_file(source: Path, target: Path, merger: _Merger, find_place: Place) -> None:
+def _merge_quantised(base: Path, folder: Path, merger: _Merger) -> None:
+    """Write the weights of a quantised base, read back to bfloat16 and merged, and its config.json without it."""
+    stored = CheckpointWeights(base)
+    names = sorted(stored.weights, key=dot_natural_key)
+    specs = [{name: torch.empty(stored.weights[name].shape, dtype=stored.get_dtype(name), device="meta")} for name in names]
+    write_files(folder, specs, lambda number: {names[number]: merger.merge(names[number], stored.read(names[number]))})
+    config = read_json_object(base / "config.json")
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict):
+            part.pop("quantization_config", None)
+            part |= dict.fromkeys({"dtype", "torch_dtype"} & part.keys(), "bfloat16")
+    write_json(folder / "config.json", config if "torch_dtype" in config else {**config, "dtype": "bfloat16"})
+
+
+def _merge_file(source: Path, target: Path, merger: _Merger) -> None:
     """Copy one safetensors file, merging tensor by tensor. The header (names, types, offsets) is unchanged."""
     header = read_header(source)
     with open(source, "rb") as file:
@@ -260,7 +265,5 @@ def _merge_file(source: Path, target: Path, merger: _Merger, find_place: Place) 
         out.write(header_as_stored)
         for name in sorted(header.tensors, key=lambda n: header.tensors[n].begin):
             value: Tensor = tensors.get_tensor(name)
-            parameter, expert, piece = find_place(name)
-            rows = slice(None) if expert is None else slice(piece * value.shape[0], (piece + 1) * value.shape[0])
-            merged = merger.merge(parameter, value, expert, rows)
+            merged = merger.merge(name, value)
             out.write(merged.reshape(-1).contiguous().view(torch.uint8).numpy().data)

@@ -25,6 +25,7 @@ from surefoot.models.build import load_tokenizer
 from surefoot.models.decoder_layers import decoder_layers
 from surefoot.models.generate import end_tokens
 from surefoot.models.lora import experts_left_out, lora_settings
+from surefoot.models.quantization.released import find_quantization
 from surefoot.models.resolve_model import fingerprint, resolve_model
 from surefoot.system.atomic_io import write_json, write_text
 from surefoot.system.process import StopSignal, launcher_number
@@ -319,6 +320,8 @@ def _load_train_context(
     )
     if step_times_s:
         run.emit(Notice(describe_choice(config, step_times_s)))
+    if quantization := find_quantization(base / "config.json"):
+        run.emit(Notice(quantization.describe_reading(config.dtype if lora_settings(config) else "float32")))
     train_context = build_train_context(config, base, ranks, device, sharding_of(config, ranks, device))
     train_context = replace(train_context, phase=run.phases)
     lora = lora_settings(config)
