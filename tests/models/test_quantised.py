@@ -69,7 +69,8 @@ def test_parts_equal_those_of_the_whole(name: str, released: Callable[[str], Pat
         assert list(whole.shape) == stored.slices[weight.name].get_shape() == list(weight.shape)
         for begin, end in ((0, rows), (0, 1), (rows // 3, rows // 2 + 1), (rows - 1, rows), (0, 0)):
             part = stored.slices[weight.name][begin:end]
-            assert torch.equal(part, whole[begin:end]) and part.is_contiguous()
+            assert torch.equal(part, whole[begin:end])
+            assert part.is_contiguous()
             assert part.untyped_storage().nbytes() == part.nbytes
         assert torch.equal(stored.slices[weight.name][1:rows, 3:17], whole[1:rows, 3:17])
     assert any(weight.is_quantised for weight in stored.weights.values())
@@ -118,6 +119,169 @@ def test_scales_may_be_in_another_file_than_their_weights(released: Callable[[st
     assert len(weight_files(copy)) == 2
     found = build_model(copy, lora=LORA, device=CPU, dtype=torch.bfloat16).model.state_dict()
     assert torch.equal(found["model.layers.0.mlp.up_proj.weight"], wanted.read("model.layers.0.mlp.up_proj.weight"))
+
+
+def drop(name: str) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.pop(name)
+
+
+def put(name: str, value: Tensor) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.update({name: value})
+
+
+def set_first(name: str, value: float) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors[name].view(-1)[:1].fill_(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "named"),
+    [
+        ("fp8", drop(f"{BROKEN}_scale_inv"), "scales .* are missing"),
+        ("fp8", drop(BROKEN), "no tensor holds the numbers"),
+        ("fp8", put(f"{BROKEN}_scale_inv", torch.ones(2, 2)), r"shape \[2, 2\], which does not fit"),
+        ("fp8", put(f"{BROKEN}_scale_inv", torch.ones(())), "does not fit"),
+        ("fp8", put(f"{BROKEN}_scale_inv", torch.ones(3, 2)), "does not fit"),
+        ("fp8", set_first(f"{BROKEN}_scale_inv", torch.nan), "1 of its 6 scales are not finite"),
+        ("fp8", set_first(f"{BROKEN}_scale_inv", torch.inf), "1 of its 6 scales are not finite"),
+        ("fp8", set_first(f"{BROKEN}_scale_inv", 0), "a scale is 0"),
+        ("fp8-tensor", put(f"{BROKEN}_scale_inv", torch.ones(2, 2)), "does not fit"),
+        ("fp8-tensor", put(f"{BROKEN}_scale_inv", torch.tensor(torch.nan)), "not finite"),
+        ("int4", drop(f"{BROKEN}_scale"), "scales .* are missing"),
+        ("int4", drop(f"{BROKEN}_shape"), "weight_shape"),
+        ("int4", put(f"{BROKEN}_shape", torch.tensor([-1, 5])), "two sizes"),
+        ("int4", put(f"{BROKEN}_scale", torch.ones(64, 1, dtype=torch.bfloat16)), "does not fit"),
+        ("int4", set_first(f"{BROKEN}_scale", torch.nan), "not finite"),
+        ("int4", set_first(f"{BROKEN}_scale", 0), "a scale is 0"),
+        ("int8", put(f"{BROKEN}_scale", torch.ones(32, 1, dtype=torch.bfloat16)), "does not fit"),
+        ("int8", drop(f"{BROKEN}_scale"), "scales .* are missing"),
+    ],
+)
+def test_broken_scales_are_refused_with_their_tensor_and_file(
+    name: str,
+    change: Callable[[dict[str, Tensor]], object],
+    named: str,
+    released: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    folder = edit_tensors(released(name), tmp_path / "model", change)
+    with pytest.raises(ModelError, match=named) as refused:
+        build_model(folder, lora=LORA, device=CPU, dtype=torch.bfloat16)
+    assert f"{folder / WEIGHTS}: {BROKEN.removesuffix('.weight')}" in str(refused.value)
+
+
+def test_broken_blocks_of_experts_are_refused(released: Callable[[str], Path], tmp_path: Path) -> None:
+    stack = "model.layers.0.mlp.experts.down_proj"
+    changes = {
+        "missing": drop(f"{stack}_scales"),
+        "does not fit": put(f"{stack}_scales", torch.zeros(4, 64, 2, dtype=torch.uint8)),
+        "dimensions": put(f"{stack}_blocks", torch.zeros(4, 64, 48, dtype=torch.uint8)),
+        "not finite": set_first(f"{stack}_scales", 255),
+    }
+    for number, (named, change) in enumerate(changes.items()):
+        folder = edit_tensors(released("mxfp4"), tmp_path / str(number), change)
+        with pytest.raises(ModelError, match=named) as refused:
+            CheckpointWeights(folder).read(stack)
+        assert f"{folder / WEIGHTS}: {stack}_" in str(refused.value)
+
+
+def test_a_block_of_zeros_may_have_the_scale_zero(released: Callable[[str], Path], tmp_path: Path) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{BROKEN}_scale_inv"][0, 0] = 0
+        tensors[BROKEN][:32, :32] = 0
+
+    folder = edit_tensors(released("fp8"), tmp_path / "model", change)
+    assert CheckpointWeights(folder).read(BROKEN)[:32, :32].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("block", [[0, 32], [32], "32", [32, True], 128])
+def test_a_block_size_that_is_none_is_refused(block: object, released: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = edit_tensors(released("fp8"), tmp_path / "model", lambda _: None)
+    edit_config(folder, quantization_config={**RELEASES["fp8"].settings, "weight_block_size": block})
+    with pytest.raises(ModelError, match=r"config\.json: weight_block_size="):
+        CheckpointWeights(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"config_groups": {}}, {"config_groups": None}, {"config_groups": {"g": 5}}, {"format": "no-format"},
+        {"transform_config": {"config_groups": {"u": {}}}}, {"sparsity_config": {"format": "sparse-24-bitmask"}},
+        {"config_groups": {"g": {"targets": ["re:no"], "weights": None}}},
+    ],
+)  # fmt: skip
+def test_odd_settings_of_compressed_tensors_are_refused(
+    changes: dict[str, object], released: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = edit_tensors(released("int4"), tmp_path / "model", lambda _: None)
+    edit_config(folder, quantization_config={**RELEASES["int4"].settings, **changes})
+    with pytest.raises(ModelError, match=r"config\.json"):
+        CheckpointWeights(folder)
+
+
+def test_each_group_of_compressed_tensors_has_its_own_scheme(released: Callable[[str], Path], tmp_path: Path) -> None:
+    whole, packed = released("int8"), released("int4")
+    other = load_file(packed / WEIGHTS)
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if ".mlp." in name]:
+            del tensors[name]
+        tensors |= {name: value for name, value in other.items() if ".mlp." in name}
+
+    folder = edit_tensors(whole, tmp_path / "model", change)
+    groups = {
+        "linear": {**RELEASES["int8"].settings["config_groups"]["group_0"], "format": "int-quantized"},
+        "mlp": {
+            **RELEASES["int4"].settings["config_groups"]["group_0"], "targets": ["re:.*mlp.*"],
+            "format": "pack-quantized",
+        },
+    }  # fmt: skip
+    edit_config(
+        folder, quantization_config={**RELEASES["int8"].settings, "format": "mixed-precision", "config_groups": groups}
+    )
+    stored = CheckpointWeights(folder)
+    for name in stored.weights:
+        assert torch.equal(stored.read(name), CheckpointWeights(packed if ".mlp." in name else whole).read(name))
+
+
+def test_a_missing_package_is_named(released: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = released("int4")
+    monkeypatch.setattr("surefoot.models.quantization.released.find_spec", lambda _: None)
+    with pytest.raises(ModelError, match=r"pip install 'surefoot\[quantized\]'"):
+        CheckpointWeights(folder)
+
+
+def test_fp8_scales_have_several_names_and_those_of_activations_are_left_out(
+    released: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = released("fp8-tensor")
+    wanted = CheckpointWeights(folder)
+    for number, other_name in enumerate((".weight_scale", ".scale", ".qscale_weight")):
+
+        def change(tensors: dict[str, Tensor], ending: str = other_name) -> None:
+            for name in [name for name in tensors if name.endswith("_scale_inv")]:
+                tensors[name.replace(".weight_scale_inv", ending)] = tensors.pop(name).reshape(1)
+                tensors[name.replace(".weight_scale_inv", ".activation_scale")] = torch.ones(())
+                tensors[name.replace(".weight_scale_inv", ".input_scale")] = torch.ones(())
+
+        found = CheckpointWeights(edit_tensors(folder, tmp_path / str(number), change))
+        assert found.weights.keys() == wanted.weights.keys()
+        assert all(torch.equal(found.read(name), wanted.read(name)) for name in wanted.weights)
+
+
+def test_microscaled_numbers_have_exponents_as_scales(released: Callable[[str], Path], tmp_path: Path) -> None:
+    """DeepSeek-V4 stores its experts so: FP4 in pairs, and a power of two for 32 of them."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    codes = torch.randint(-128, 128, (64, 48), dtype=torch.int8)
+    bytes_of = torch.randint(120, 130, (64, 3), dtype=torch.uint8)
+    for scales in (bytes_of, bytes_of.view(torch.float8_e8m0fnu), bytes_of.float().sub(127).exp2()):
+        folder = tmp_path / str(scales.dtype)
+        edit_tensors(released("fp8"), folder, lambda _: None)
+        save_file({"new.weight": codes, "new.weight_scale_inv": scales}, folder / WEIGHTS)
+        stored = CheckpointWeights(folder, torch.float32)
+        wanted = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32)
+        assert torch.equal(stored.read("new.weight"), wanted)
+        assert torch.equal(stored.slices["new.weight"][5:9], wanted[5:9])
 
 
 @pytest.mark.slow

@@ -246,7 +246,9 @@ def _merge_quantised(base: Path, folder: Path, merger: _Merger) -> None:
     """Write the weights of a quantised base, read back to bfloat16 and merged, and its config.json without it."""
     stored = CheckpointWeights(base)
     names = sorted(stored.weights, key=dot_natural_key)
-    specs = [{name: torch.empty(stored.weights[name].shape, dtype=stored.get_dtype(name), device="meta")} for name in names]
+    specs = [
+        {name: torch.empty(stored.weights[name].shape, dtype=stored.get_dtype(name), device="meta")} for name in names
+    ]
     write_files(folder, specs, lambda number: {names[number]: merger.merge(names[number], stored.read(names[number]))})
     config = read_json_object(base / "config.json")
     for part in (config, config.get("text_config")):

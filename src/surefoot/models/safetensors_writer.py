@@ -59,9 +59,7 @@ def tensor_file(path: Path, specs: Mapping[str, Tensor]) -> Iterator[TensorFile]
         writing.check_complete()
 
 
-def write_files(
-    folder: Path, groups: list[dict[str, Tensor]], read_group: Callable[[int], dict[str, Tensor]]
-) -> None:
+def write_files(folder: Path, groups: list[dict[str, Tensor]], read_group: Callable[[int], dict[str, Tensor]]) -> None:
     """Write the weights of a model and, if they need several files, their index.
 
     `groups`: names, types and shapes, as tensors of the meta device. `read_group` returns the tensors of one; the

@@ -209,7 +209,11 @@ class CompressedTensorsDequantizer(Dequantizer):
             full: Tensor = compressor.decompress(tensors, scheme)["weight"]
             if bool((scales.float() == 0).any()):
                 ones = torch.where(scales.float() == 0, 1.0, scales.float()).to(scales.dtype)
-                if bool(((compressor.decompress({**tensors, "weight_scale": ones}, scheme)["weight"] != 0) & (full == 0)).any()):
+                if bool(
+                    (
+                        (compressor.decompress({**tensors, "weight_scale": ones}, scheme)["weight"] != 0) & (full == 0)
+                    ).any()
+                ):
                     _raise_lost(part)
         if full.shape != weight.shape:
             raise ModelError(f"{weight.values.place} unpacks to {list(full.shape)}, not to {list(weight.shape)}.")
@@ -244,7 +248,9 @@ class CompressedTensorsDequantizer(Dequantizer):
             raise
         except MISFITS as error:
             reason = " ".join(str(error).split())[:300]
-            raise ModelError(f"{place} cannot be read by compressed-tensors: {type(error).__name__}: {reason}") from error
+            raise ModelError(
+                f"{place} cannot be read by compressed-tensors: {type(error).__name__}: {reason}"
+            ) from error
 
 
 DEQUANTIZERS: Mapping[str, type[Dequantizer]] = {
