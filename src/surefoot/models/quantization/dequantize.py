@@ -1,8 +1,8 @@
 """Readers of the weights of quantised checkpoints: from stored numbers and scales to a float type, part by part.
 
 A part is some rows of a weight, or some experts of a stack, so that a rank of a sharded model reads what it holds. The
-values equal, bit for bit, those that transformers' own loader reads with `dequantize=True`. FP8 weights whose size is no
-multiple of their blocks are read, too: DeepSeek-V3 has some, which transformers up to 5.23 refuses.
+values equal, bit for bit, those that transformers' own loader reads with `dequantize=True`. FP8 weights whose size is
+no multiple of their blocks are read, too: DeepSeek-V3 has some, which transformers up to 5.23 refuses.
 """
 
 from abc import ABC, abstractmethod

@@ -268,8 +268,8 @@ def _build_weight(name: str, parts: Parts, naming: _Naming) -> StoredWeight:
     if not parts.keys() & set(naming.scales):
         wanted = " or ".join(name + ending for ending in naming.scales)
         raise ModelError(
-            f"{values[0].place} is stored as {values[0].dtype}, and its scales ({wanted}) are missing. Without them its "
-            "numbers mean nothing. Is the folder complete, its config.json its own?"
+            f"{values[0].place} is stored as {values[0].dtype}, and its scales ({wanted}) are missing. Without them "
+            "its numbers mean nothing. Is the folder complete, its config.json its own?"
         )
     if not values[0].shape:
         raise ModelError(f"{values[0].place} is a single quantised number, which no weight is.")
