@@ -36,21 +36,22 @@ FP8_MOST = 448.0
 WEIGHTS = "model.safetensors"
 
 
-def make_wide_model(kind: str) -> PreTrainedModel:
+def make_wide_model(kind: str, **sizes: int) -> PreTrainedModel:
     torch.manual_seed(3)
+    wide = {**WIDE, **sizes}
     if kind == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(**WIDE, head_dim=16))
+        return Qwen3ForCausalLM(Qwen3Config(**wide, head_dim=16))
     if kind == "deepseek_v3":
-        sizes = {**WIDE, "num_attention_heads": 2, "num_key_value_heads": 2}
+        wide |= {"num_attention_heads": 2, "num_key_value_heads": 2}
         config = DeepseekV3Config(
-            **sizes, moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+            **{"moe_intermediate_size": 32, **wide}, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
             n_shared_experts=1, first_k_dense_replace=1, q_lora_rank=32, kv_lora_rank=32, qk_rope_head_dim=32,
             qk_nope_head_dim=32, v_head_dim=32,
         )  # fmt: skip
         return DeepseekV3ForCausalLM(config)
     if kind == "gpt_oss":
-        return GptOssForCausalLM(GptOssConfig(**WIDE, num_local_experts=4, num_experts_per_tok=2, head_dim=16))
-    return LlamaForCausalLM(LlamaConfig(**WIDE))
+        return GptOssForCausalLM(GptOssConfig(**wide, num_local_experts=4, num_experts_per_tok=2, head_dim=16))
+    return LlamaForCausalLM(LlamaConfig(**wide))
 
 
 def _to_fp8(weight: Tensor, block: list[int] | None) -> tuple[Tensor, Tensor]:
@@ -149,10 +150,10 @@ RELEASES = {
 }  # fmt: skip
 
 
-def release(name: str, folder: Path) -> Path:
+def release(name: str, folder: Path, **sizes: int) -> Path:
     """Write a tiny model as it is released: in bfloat16, its linear layers or experts quantised."""
     about = RELEASES[name]
-    make_wide_model(about.kind).to(torch.bfloat16).save_pretrained(folder)
+    make_wide_model(about.kind, **sizes).to(torch.bfloat16).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     tensors: dict[str, Tensor] = {}
     for stored, weight in load_file(folder / WEIGHTS).items():

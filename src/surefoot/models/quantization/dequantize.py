@@ -6,9 +6,10 @@ no multiple of their blocks are read, too: DeepSeek-V3 has some, which transform
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from math import ceil, prod
+from functools import partial
+from math import ceil, lcm, prod
 from typing import Any
 
 import torch
@@ -16,7 +17,18 @@ from torch import Tensor, nn
 
 from surefoot.config.documents import shorten
 from surefoot.errors import ModelError
-from surefoot.models.quantization.released import BLOCK_SCALES, BLOCKS, SCALE, Quantization, StoredPart, StoredWeight
+from surefoot.models.quantization.released import (
+    BLOCK_SCALES,
+    BLOCKS,
+    INT32_BITS,
+    PACKED,
+    SCALE,
+    SHAPE,
+    ZERO_POINT,
+    Quantization,
+    StoredPart,
+    StoredWeight,
+)
 
 Slices = Mapping[str, Any]
 """safetensors' slices of the tensors of a weight, by ending."""
@@ -28,8 +40,10 @@ DEFAULT_BLOCK = [128, 128]
 """Rows and columns of a block of FP8 weights whose config does not say."""
 MX_BLOCK = (1, 32)
 """Rows and columns of a block of microscaling formats."""
-CHUNK_ELEMENTS = 1 << 21
-"""Number of elements that are multiplied at a time: a whole weight is never held in float32."""
+CHUNK_ELEMENTS = 1 << 18
+"""Number of elements that are read at a time, so that little is held beside the weight that is filled."""
+PACKED_ROWS = 32
+"""Number of rows after which packed numbers begin with an integer of their own."""
 MISFITS = (
     AssertionError, AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
@@ -73,12 +87,13 @@ class Fp8Dequantizer(Dequantizer):
         values, scales = slices[""], slices[weight.scale_ending]
         out = torch.empty(len(rows), *weight.shape[1:], dtype=dtype)
         if len(weight.shape) == 2:
-            _fill_rows(out, values[rows.start : rows.stop], _read_scales(scale, scales[...]), rows.start, block, scale)
+            factors = _read_scales(scale, scales[...])
+            _fill_rows(out, lambda begin, end: values[begin:end], factors, rows.start, block, scale)
             return out
         for place, expert in enumerate(rows):
             own = slice(expert, expert + 1)
-            of_expert = _read_scales(scale, scales[own][0])
-            _fill_rows(out[place], values[own][0], of_expert, 0, block, scale)
+            factors = _read_scales(scale, scales[own][0])
+            _fill_rows(out[place], lambda begin, end, own=own: values[own, begin:end][0], factors, 0, block, scale)  # type: ignore[misc]
         return out
 
     def _find_block(self, weight: StoredWeight) -> tuple[int, int]:
@@ -127,14 +142,20 @@ def _raise_lost(part: StoredPart) -> None:
 
 
 def _fill_rows(
-    out: Tensor, values: Tensor, scales: Tensor, first_row: int, block: tuple[int, int], part: StoredPart
+    out: Tensor,
+    read_rows: Callable[[int, int], Tensor],
+    scales: Tensor,
+    first_row: int,
+    block: tuple[int, int],
+    part: StoredPart,
 ) -> None:
     """Fill rows of a weight, which begin at `first_row`, with numbers times the scale of their block."""
     has_zero = bool((scales == 0).any())
     columns, rows_at_once = out.shape[1], max(1, CHUNK_ELEMENTS // max(1, out.shape[1]))
     for begin in range(0, len(out), rows_at_once):
-        chunk = _to_float32(values[begin : begin + rows_at_once])
-        of_rows = scales[torch.arange(first_row + begin, first_row + begin + len(chunk)) // block[0]]
+        first, last = first_row + begin, first_row + min(begin + rows_at_once, len(out))
+        chunk = _to_float32(read_rows(first, last))
+        of_rows = scales[torch.arange(first, last) // block[0]]
         factors = of_rows.repeat_interleave(block[1], dim=1)[:, :columns] if scales.shape[1] > 1 else of_rows
         if has_zero and bool(((factors == 0) & (chunk != 0)).any()):
             _raise_lost(part)
@@ -201,23 +222,45 @@ class CompressedTensorsDequantizer(Dequantizer):
             )
 
     def read(self, weight: StoredWeight, slices: Slices, rows: range, dtype: torch.dtype) -> Tensor:
-        _, scheme, compressor = self._find_scheme(weight)
-        tensors = {f"weight{ending}": slices[ending][...] for ending in weight.parts}
-        scales, part = tensors["weight_scale"], weight.parts[SCALE]
-        _check_are_numbers(part, scales.float())
-        with self._raise_misfits(weight.values.place):
-            full: Tensor = compressor.decompress(tensors, scheme)["weight"]
-            if bool((scales.float() == 0).any()):
-                ones = torch.where(scales.float() == 0, 1.0, scales.float()).to(scales.dtype)
-                if bool(
-                    (
-                        (compressor.decompress({**tensors, "weight_scale": ones}, scheme)["weight"] != 0) & (full == 0)
-                    ).any()
-                ):
-                    _raise_lost(part)
-        if full.shape != weight.shape:
-            raise ModelError(f"{weight.values.place} unpacks to {list(full.shape)}, not to {list(weight.shape)}.")
-        return full[rows.start : rows.stop].to(dtype, copy=len(rows) < len(full))
+        args, scheme, compressor = self._find_scheme(weight)
+        out = torch.empty(len(rows), *weight.shape[1:], dtype=dtype)
+        aligned = lcm(PACKED_ROWS, (args.block_structure or (1, 1))[0])
+        step = max(1, CHUNK_ELEMENTS // max(1, weight.shape[1]) // aligned) * aligned
+        for begin in range(rows.start // aligned * aligned, rows.stop, step) if rows else ():
+            end = min(begin + step, weight.shape[0])
+            tensors = {f"weight{ending}": self._cut(weight, ending, slices, begin, end) for ending in weight.parts}
+            with self._raise_misfits(weight.values.place):
+                chunk: Tensor = compressor.decompress(tensors, scheme)["weight"]
+                self._check_scales(weight, tensors, chunk, partial(compressor.decompress, scheme=scheme))
+                first, last = max(begin, rows.start), min(end, rows.stop)
+                out[first - rows.start : last - rows.start] = chunk[first - begin : last - begin]
+        return out
+
+    def _cut(self, weight: StoredWeight, ending: str, slices: Slices, begin: int, end: int) -> Tensor:
+        """Return what a tensor of a weight holds for some of its rows, which begin and end with blocks."""
+        part, (args, _, _) = weight.parts[ending], self._find_scheme(weight)
+        if ending == SHAPE:
+            return torch.tensor([end - begin, weight.shape[1]])
+        is_scale = ending in (SCALE, ZERO_POINT)
+        if prod(part.shape) == 1 or not (is_scale or ending in ("", PACKED)):
+            return slices[ending][...]  # type: ignore[no-any-return]
+        if ending == ZERO_POINT and part.dtype == "I32":  # packed by column
+            return slices[ending][begin * args.num_bits // INT32_BITS : ceil(end * args.num_bits / INT32_BITS)]  # type: ignore[no-any-return]
+        height = args.block_structure[0] if is_scale and args.block_structure else 1
+        return slices[ending][begin // height : ceil(end / height)]  # type: ignore[no-any-return]
+
+    def _check_scales(
+        self, weight: StoredWeight, tensors: dict[str, Tensor], values: Tensor, decompress: Callable[..., Any]
+    ) -> None:
+        """Raise ModelError for scales that are no numbers, and for those of 0 that lose weights."""
+        stored, part = tensors["weight_scale"], weight.parts[SCALE]
+        scales = stored.float()
+        _check_are_numbers(part, scales)
+        if bool((scales == 0).any()):
+            ones = torch.where(scales == 0, 1.0, scales).to(stored.dtype)
+            numbers = decompress({**tensors, "weight_scale": ones})["weight"]
+            if bool(((numbers != 0) & (values == 0)).any()):
+                _raise_lost(part)
 
     def _find_scheme(self, weight: StoredWeight) -> tuple[Any, Any, Any]:
         """Return how a weight is quantised: its settings, the scheme of its group, and the package's reader."""

@@ -18,7 +18,7 @@ from surefoot.system.safetensors_header import read_header
 SCALE_INV, SCALE = "_scale_inv", "_scale"
 """Endings of the scales of FP8 weights; both are factors of the stored numbers."""
 BLOCKS, BLOCK_SCALES = "_blocks", "_scales"
-PACKED, SHAPE = "_packed", "_shape"
+PACKED, SHAPE, ZERO_POINT = "_packed", "_shape", "_zero_point"
 OTHER_SCALE_NAMES = {".scale": SCALE_INV, ".qscale_weight": SCALE_INV}
 """Names of an FP8 scale beside `.weight` in some releases, and the ending that stands for them here."""
 OF_ACTIVATIONS = tuple(
@@ -134,7 +134,7 @@ METHODS: Mapping[str, _Naming] = {
     "mxfp8": _FP8,
     "mxfp4": _Naming((BLOCKS,), (BLOCK_SCALES,), (), _get_mxfp4_shape),
     "compressed-tensors": _Naming(
-        ("", PACKED), (SCALE,), ("_zero_point", "_global_scale", SHAPE, "_g_idx"), _get_packed_shape
+        ("", PACKED), (SCALE,), (ZERO_POINT, "_global_scale", SHAPE, "_g_idx"), _get_packed_shape
     ),
 }
 """Methods of config.json's quantization_config that can be read, by quant_method."""
