@@ -1,6 +1,7 @@
 """Runs of quantised models: trained, resumed, exported in bfloat16, planned, checked and completed with."""
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from surefoot.training.checkpoint import list_checkpoints
 from surefoot.training.sharded_tensors import ShardedTensors
 from tests.support.adapters import logits_of, save, trained_model
 from tests.support.quantised import RELEASES, edit_tensors, make_wide_model, read_by_transformers, release
-from tests.support.runs import assert_same_run, settings_of
+from tests.support.runs import SignalAfter, assert_same_run, numbers, settings_of, train_with
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +102,12 @@ def test_a_run_resumes_and_is_exported_in_bfloat16(
     settings |= {"lora_rank": 4} if tuning == "lora" else {}
     run = surefoot.train(settings, screen=True).run_folder
     assert "quantised" in capsys.readouterr().err
-    half = surefoot.train({**settings, "output_dir": str(tmp_path / "half"), "max_steps": 1}, screen=False).run_folder
-    again = surefoot.train({**settings, "output_dir": str(half)}, screen=False).run_folder
+    stopped = {**settings, "output_dir": str(tmp_path / "stopped")}
+    assert train_with(stopped, SignalAfter(1, signal.SIGTERM)).steps == 1
+    again = surefoot.train(stopped, screen=False).run_folder
     if tuning == "lora":
         assert_same_run(run, again)
+    assert numbers(run) == numbers(again)
     for number, (step, merge) in enumerate([(None, tuning == "lora"), (1, tuning == "lora")]):
         target = surefoot.export(run, tmp_path / f"out-{number}", merge=merge, step=step)
         assert "bfloat16" in capsys.readouterr().err
