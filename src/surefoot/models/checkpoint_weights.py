@@ -53,14 +53,14 @@ class CheckpointWeights:
         self._dtype = dtype
         self.quantization = find_quantization(folder / "config.json")
         files = weight_files(folder)
-        with weight_errors(folder):
-            self.weights = find_weights(files, self.quantization)
         stored: dict[str, Any] = {}
         for path in files:
             with weight_errors(path):
                 pointer: Any = safe_open(path, framework="pt", backend="pread")
                 names: list[str] = pointer.keys()
                 stored |= {name: pointer.get_slice(name) for name in names}
+        with weight_errors(folder):
+            self.weights = find_weights(files, self.quantization)
         dequantizer = DEQUANTIZERS[self.quantization.method](self.quantization) if self.quantization else None
         self.slices: dict[str, Any] = {}
         """A lazy slice of each weight, by name."""

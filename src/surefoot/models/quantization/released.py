@@ -188,7 +188,7 @@ def find_quantization(path: Path) -> Quantization | None:
         return None
     method = settings.get("quant_method") if isinstance(settings, Mapping) else None
     if not isinstance(method, str) or method not in METHODS:
-        name = shorten(method) if isinstance(method, str) else "an unknown method"
+        name = shorten(method).strip("'") if isinstance(method, str) else "an unknown method"
         raise ModelError(
             f"{path}: its weights are quantised ({name}, quantization_config), and this method cannot be read back. "
             f"Weights of {', '.join(METHODS)} can, and those in bfloat16, float16 or float32. Take another release of "
