@@ -37,8 +37,8 @@ class DequantizedSlice:
 
     def __getitem__(self, index: Any) -> Tensor:
         first, *others = index if isinstance(index, tuple) else (index,)
-        all_rows = range(self._weight.shape[0])
-        rows = all_rows if first is ... else all_rows[first]
+        assert isinstance(first, slice) or first is ..., index
+        rows = range(self._weight.shape[0])[slice(None) if first is ... else first]
         part = self._dequantizer.read(self._weight, self._slices, rows, self._dtype)
         return part[(slice(None), *others)].contiguous() if others else part
 
