@@ -1,6 +1,5 @@
 """Quantised checkpoints are trained, exported and opened as transformers reads them back."""
 
-import json
 import os
 import subprocess
 import sys
@@ -17,7 +16,15 @@ from surefoot.models.build import build_model
 from surefoot.models.checkpoint_weights import CheckpointWeights
 from surefoot.models.lora import LoraSettings
 from surefoot.models.resolve_model import weight_files
-from tests.support.quantised import RELEASES, WEIGHTS, edit_config, edit_tensors, read_by_transformers, release
+from tests.support.quantised import (
+    RELEASES,
+    WEIGHTS,
+    edit_config,
+    edit_tensors,
+    read_by_transformers,
+    release,
+    split_scales,
+)
 
 CPU = torch.device("cpu")
 LORA = LoraSettings(rank=2, alpha=4, targets=("attention",))
@@ -106,16 +113,7 @@ def test_blocks_may_reach_over_the_edge_of_a_weight(released: Callable[[str], Pa
 def test_scales_may_be_in_another_file_than_their_weights(released: Callable[[str], Path], tmp_path: Path) -> None:
     folder = released("fp8-experts")
     wanted = CheckpointWeights(folder)
-
-    def split(tensors: dict[str, Tensor]) -> None:
-        places = {name: f"{'scale' in name}.safetensors" for name in tensors}
-        index = {"metadata": {"total_size": 0}, "weight_map": places}
-        (tmp_path / "model/model.safetensors.index.json").write_text(json.dumps(index))
-        for file in set(places.values()):
-            save_file({name: tensors[name] for name in tensors if places[name] == file}, tmp_path / "model" / file)
-
-    copy = edit_tensors(folder, tmp_path / "model", split)
-    (copy / WEIGHTS).unlink()
+    copy = split_scales(folder, tmp_path / "model")
     assert len(weight_files(copy)) == 2
     found = build_model(copy, lora=LORA, device=CPU, dtype=torch.bfloat16).model.state_dict()
     assert torch.equal(found["model.layers.0.mlp.up_proj.weight"], wanted.read("model.layers.0.mlp.up_proj.weight"))
@@ -189,8 +187,46 @@ def test_a_block_of_zeros_may_have_the_scale_zero(released: Callable[[str], Path
         tensors[f"{BROKEN}_scale_inv"][0, 0] = 0
         tensors[BROKEN][:32, :32] = 0
 
-    folder = edit_tensors(released("fp8"), tmp_path / "model", change)
+    def change_row(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{BROKEN}_scale"][0] = 0
+        tensors[BROKEN][0] = 0
+
+    folder = edit_tensors(released("fp8"), tmp_path / "fp8", change)
     assert CheckpointWeights(folder).read(BROKEN)[:32, :32].count_nonzero() == 0
+    folder = edit_tensors(released("int8"), tmp_path / "int8", change_row)
+    assert CheckpointWeights(folder).read(BROKEN)[0].count_nonzero() == 0
+
+
+@pytest.mark.parametrize(
+    ("stored", "args", "grid"),
+    [
+        ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}, (96, 4)),
+        ("pack-quantized", {"num_bits": 3, "type": "int", "strategy": "channel"}, (96, 1)),
+        ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [48, 32]}, (2, 2)),
+        ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}, (1,)),
+    ],
+)
+def test_rows_of_every_scheme_equal_those_of_the_package(
+    stored: str, args: dict[str, object], grid: tuple[int, ...], released: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Zero points are packed by column, and blocks hold several rows."""
+    folder = edit_tensors(released("int4"), tmp_path / "model", lambda _: None)
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    is_packed = stored == "pack-quantized"
+    settings = {"targets": ["Linear"], "weights": {**args, "symmetric": not is_packed}}
+    state = {"weight": torch.randn(96, 64), "weight_scale": torch.rand(grid) / 4 + 0.05}
+    if is_packed:
+        state["weight_zero_point"] = torch.randint(-3, 3, grid, dtype=torch.int8)
+    compressor, scheme = BaseCompressor.get_value_from_registry(stored), QuantizationScheme(**settings)
+    tensors = compressor.compress(state, scheme)
+    save_file({f"new.{name}": value.contiguous() for name, value in tensors.items()}, folder / WEIGHTS)
+    about = {**RELEASES["int4"].settings, "format": stored, "config_groups": {"g": settings}}
+    edit_config(folder, quantization_config=about)
+    wanted, found = compressor.decompress(tensors, scheme)["weight"], CheckpointWeights(folder, torch.float32)
+    for begin, end in ((0, 96), (0, 48), (48, 96), (37, 53), (95, 96)):
+        assert torch.equal(found.slices["new.weight"][begin:end], wanted[begin:end].float()), (begin, end)
 
 
 @pytest.mark.parametrize("block", [[0, 32], [32], "32", [32, True], 128])

@@ -177,6 +177,18 @@ def edit_tensors(source: Path, target: Path, change: Callable[[dict[str, Tensor]
     return target
 
 
+def split_scales(source: Path, target: Path) -> Path:
+    """Copy a model into two files and their index, with the scales in another than their weights."""
+    shutil.copytree(source, target)
+    tensors = load_file(target / WEIGHTS)
+    (target / WEIGHTS).unlink()
+    places = {name: f"model-{1 + ('scale' in name)}-of-2.safetensors" for name in tensors}
+    (target / f"{WEIGHTS}.index.json").write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": places}))
+    for file in set(places.values()):
+        save_file({name: tensors[name] for name in tensors if places[name] == file}, target / file)
+    return target
+
+
 def read_by_transformers(name: str, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """Return the model that transformers reads back itself. What is not quantised may keep its stored type there."""
     with warnings.catch_warnings():

@@ -22,7 +22,7 @@ from surefoot.models.resolve_model import weight_files
 from surefoot.training.checkpoint import list_checkpoints
 from surefoot.training.sharded_tensors import ShardedTensors
 from tests.support.adapters import logits_of, save, trained_model
-from tests.support.quantised import RELEASES, edit_tensors, make_wide_model, read_by_transformers, release
+from tests.support.quantised import RELEASES, edit_tensors, make_wide_model, read_by_transformers, release, split_scales
 from tests.support.runs import SignalAfter, assert_same_run, numbers, settings_of, train_with
 
 
@@ -75,14 +75,17 @@ def test_an_adapter_is_merged_in_bfloat16(
     torch.testing.assert_close(logits_of(model), logits_of(wanted), rtol=0.05, atol=0.01)
 
 
-def test_a_merged_model_of_several_files_has_an_index_of_its_own(
-    released: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("most_bytes", [40_000, 10_000_000])
+def test_a_merged_model_has_an_index_of_its_own_if_it_has_several_files(
+    most_bytes: int, released: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("surefoot.models.safetensors_writer.MOST_BYTES", 40_000)
-    base = released("fp8")
+    monkeypatch.setattr("surefoot.models.safetensors_writer.MOST_BYTES", most_bytes)
+    base = split_scales(released("fp8"), tmp_path / "base")
     built, settings = trained_model(base, "fp8", targets=("attention",))
     merged = merge_adapter(base, save(built, settings, tmp_path / "adapter", base), tmp_path / "merged")
-    assert len(weight_files(merged)) > 2
+    index = merged / "model.safetensors.index.json"
+    assert index.exists() == (len(weight_files(merged)) > 2) == (most_bytes < 1_000_000)
+    assert not index.exists() or "scale" not in index.read_text()
     _, info = AutoModelForCausalLM.from_pretrained(merged, output_loading_info=True)
     assert not any(info.values()), info
 
