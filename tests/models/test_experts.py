@@ -7,16 +7,29 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
-from transformers import Qwen3VLMoeTextConfig
+from transformers import (
+    AriaTextConfig,
+    GptOssConfig,
+    HYV4Config,
+    NemotronHConfig,
+    OpenAIPrivacyFilterConfig,
+    Qwen3VLMoeTextConfig,
+)
+from transformers.models.aria.modeling_aria import AriaExperts
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.hy_v4.modeling_hy_v4 import HYV4Experts
 from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralExperts
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter import OpenAIPrivacyFilterExperts
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeConfig, Qwen2MoeExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextExperts
 
-from surefoot.models.experts import PROJECTIONS, experts_forward
+from surefoot.models.experts import experts_forward, stack_shape, stacks_of
 
 H, I, E, K, R, T, SCALING = 16, 24, 5, 2, 3, 40, 0.7
 COMMON = {"hidden_size": H, "moe_intermediate_size": I, "num_experts": E}
+BIASED = {"hidden_size": H, "intermediate_size": I, "num_local_experts": E}
 FAMILIES = {
     "mixtral": lambda **extra: MixtralExperts(
         MixtralConfig(hidden_size=H, intermediate_size=I, num_local_experts=E, **extra)
@@ -24,6 +37,19 @@ FAMILIES = {
     "qwen2_moe": lambda **extra: Qwen2MoeExperts(Qwen2MoeConfig(**COMMON, **extra)),
     "qwen3_moe": lambda **extra: Qwen3MoeExperts(Qwen3MoeConfig(**COMMON, **extra)),
     "qwen3_vl_moe": lambda **extra: Qwen3VLMoeTextExperts(Qwen3VLMoeTextConfig(**COMMON, **extra)),
+    "gpt_oss": lambda **_: GptOssExperts(GptOssConfig(**BIASED, swiglu_limit=0.7)),
+    "openai_privacy_filter": lambda **_: OpenAIPrivacyFilterExperts(
+        OpenAIPrivacyFilterConfig(**BIASED, swiglu_limit=0.7)
+    ),
+    "aria": lambda **_: AriaExperts(
+        AriaTextConfig(hidden_size=H, num_attention_heads=4, intermediate_size=I, moe_num_experts=E)
+    ),
+    "hy_v4": lambda **_: HYV4Experts(
+        HYV4Config(hidden_size=H, moe_intermediate_size=I, n_routed_experts=E, swiglu_limit=0.7)
+    ),
+    "nemotron_h": lambda **_: NemotronHExperts(
+        NemotronHConfig(hidden_size=H, moe_intermediate_size=I, n_routed_experts=E)
+    ),
 }
 
 
@@ -32,8 +58,8 @@ def experts_with_lora(family: str, **extra: Any) -> nn.Module:
     module: nn.Module = FAMILIES[family](**extra)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.3)
-    for name in PROJECTIONS:
-        _, out_features, in_features = getattr(module, name).shape
+    for name in stacks_of(module):
+        _, out_features, in_features = stack_shape(module, name)
         setattr(module, f"{name}_lora_A", nn.Parameter(torch.randn(E, R, in_features) * 0.3))
         setattr(module, f"{name}_lora_B", nn.Parameter(torch.randn(E, out_features, R) * 0.3))
     module.lora_scaling = SCALING
@@ -54,11 +80,11 @@ def eager_with_merged_weights(
     """transformers' loop over experts with W + s B A in place of W, differentiable in A and B."""
     reference = copy.deepcopy(module)
     reference.config._experts_implementation = "eager"
-    merged = {
-        name: getattr(module, name) + SCALING * getattr(module, f"{name}_lora_B") @ getattr(module, f"{name}_lora_A")
-        for name in PROJECTIONS
-    }
-    return functional_call(reference, merged, (hidden, index, weights))
+    plain = {name: parameter for name, parameter in module.named_parameters() if "lora" not in name}
+    for name in stacks_of(module):
+        product = SCALING * getattr(module, f"{name}_lora_B") @ getattr(module, f"{name}_lora_A")
+        plain[name] = plain[name] + (product.transpose(1, 2) if module.is_transposed else product)
+    return functional_call(reference, plain, (hidden, index, weights))
 
 
 def gradients(output: torch.Tensor, module: nn.Module, inputs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -74,13 +100,13 @@ def gradients(output: torch.Tensor, module: nn.Module, inputs: list[torch.Tensor
 @pytest.mark.parametrize("trained", ["lora", "full"])
 def test_loss_and_every_gradient_equal_the_eager_loop(family: str, trained: str) -> None:
     module = experts_with_lora(family)
-    for name in PROJECTIONS:
-        getattr(module, name).requires_grad_(trained == "full")
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_("lora" in name or trained == "full")
     index, weights = routing()
     hidden = torch.randn(T, H, requires_grad=True)
     ours = gradients(experts_forward(module, hidden, index, weights), module, [hidden, weights])
     theirs = gradients(eager_with_merged_weights(module, hidden, index, weights), module, [hidden, weights])
-    assert len(ours) == (7 if trained == "lora" else 9)
+    assert len(ours) == (7 if trained == "lora" else 9 + 2 * module.has_bias)
     for name, value in theirs.items():
         torch.testing.assert_close(
             ours[name], value, atol=1e-5, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
@@ -89,12 +115,12 @@ def test_loss_and_every_gradient_equal_the_eager_loop(family: str, trained: str)
 
 def test_base_weights_get_no_gradient_under_lora() -> None:
     module = experts_with_lora("mixtral")
-    for name in PROJECTIONS:
+    for name in stacks_of(module):
         getattr(module, name).requires_grad_(False)
     index, weights = routing()
     experts_forward(module, torch.randn(T, H), index, weights).sum().backward()
-    assert all(getattr(module, name).grad is None for name in PROJECTIONS)
-    assert all(getattr(module, f"{name}_lora_{part}").grad is not None for name in PROJECTIONS for part in "AB")
+    assert all(getattr(module, name).grad is None for name in stacks_of(module))
+    assert all(getattr(module, f"{name}_lora_{part}").grad is not None for name in stacks_of(module) for part in "AB")
 
 
 def test_experts_without_tokens_get_zero_gradients_not_none() -> None:
@@ -135,12 +161,11 @@ def test_other_activations_are_differentiated_through_the_models_own_gate(activa
 
 def test_bfloat16_base_with_float32_adapters_gives_float32_adapter_gradients() -> None:
     module = experts_with_lora("mixtral")
-    for name in PROJECTIONS:
+    for name in stacks_of(module):
         setattr(module, name, nn.Parameter(getattr(module, name).bfloat16(), requires_grad=False))
     index, weights = routing()
     output = experts_forward(module, torch.randn(T, H, dtype=torch.bfloat16), index, weights.float())
     assert output.dtype == torch.bfloat16
     output.float().sum().backward()
-    assert all(
-        getattr(module, f"{name}_lora_{part}").grad.dtype == torch.float32 for name in PROJECTIONS for part in "AB"
-    )
+    adapters = [getattr(module, f"{name}_lora_{part}") for name in stacks_of(module) for part in "AB"]
+    assert all(adapter.grad.dtype == torch.float32 for adapter in adapters)

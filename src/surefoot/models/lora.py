@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from surefoot.config import RunConfig
 from surefoot.errors import ModelError
 from surefoot.models.dtensor_blocks import block_of
-from surefoot.models.experts import PROJECTIONS, is_fused_experts
+from surefoot.models.experts import is_fused_experts, stack_shape, stacks_of
 from surefoot.models.quantization.base import FLOAT, FrozenLinear, WeightFormat, format_of, keep_stored, stored_weight
 from surefoot.models.routing import router_names
 from surefoot.models.vision import vision_tower
@@ -213,7 +213,6 @@ def adaptable_names(model: PreTrainedModel) -> set[str]:
 
 def _collect_groups(model: PreTrainedModel) -> dict[str, list[str]]:
     routers = router_names(model)
-    experts = [name for name, module in model.named_modules() if is_fused_experts(module)]
     attention, mlp = [], []
     tower = vision_tower(model)
     in_tower = (
@@ -230,7 +229,7 @@ def _collect_groups(model: PreTrainedModel) -> dict[str, list[str]]:
                 attention.append(name)
             elif any("mlp" in part or "feed_forward" in part for part in parents) and module.out_features > 1:
                 mlp.append(name)  # a gate with one output (Qwen2-MoE's shared_expert_gate) is too small to adapt
-    expert_parameters = [f"{name}.{part}" for name in experts for part in PROJECTIONS]
+    expert_parameters = [f"{name}.{stack}" for name, module in model.named_modules() for stack in stacks_of(module)]
     return {
         "attention": attention,
         "mlp": mlp,
@@ -281,7 +280,7 @@ def attach(model: PreTrainedModel, settings: LoraSettings) -> LoraTargets:
     for name in targets.experts:
         owner, _, projection = name.rpartition(".")
         module = model.get_submodule(owner)
-        num_experts, out_features, in_features = getattr(module, projection).shape
+        num_experts, out_features, in_features = stack_shape(module, projection)
         setattr(module, f"{projection}_lora_A", _create_parameter(num_experts, settings.rank, in_features))
         setattr(module, f"{projection}_lora_B", _create_parameter(num_experts, out_features, settings.rank))
         module.lora_scaling = settings.scaling
