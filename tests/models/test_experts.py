@@ -11,45 +11,70 @@ from transformers import (
     AriaTextConfig,
     GptOssConfig,
     HYV4Config,
+    Llama4TextConfig,
+    LongcatFlashConfig,
+    MixtralConfig,
+    MuseSparkTextConfig,
     NemotronHConfig,
     OpenAIPrivacyFilterConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
     Qwen3VLMoeTextConfig,
+    Step3p7TextConfig,
 )
 from transformers.models.aria.modeling_aria import AriaExperts
+from transformers.models.dbrx.configuration_dbrx import DbrxFFNConfig
+from transformers.models.dbrx.modeling_dbrx import DbrxExperts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.hy_v4.modeling_hy_v4 import HYV4Experts
-from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralExperts
+from transformers.models.jetmoe.modeling_jetmoe import JetMoeParallelExperts
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
+from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter import OpenAIPrivacyFilterExperts
-from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeConfig, Qwen2MoeExperts
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextExperts
+from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
-from surefoot.models.experts import experts_forward, stack_shape, stacks_of
+from surefoot.models.expert_layouts import expert_stacks, layout_of
+from surefoot.models.experts import experts_forward, plug_in
 
 H, I, E, K, R, T, SCALING = 16, 24, 5, 2, 3, 40, 0.7
+ZERO_EXPERTS = 2
 COMMON = {"hidden_size": H, "moe_intermediate_size": I, "num_experts": E}
-BIASED = {"hidden_size": H, "intermediate_size": I, "num_local_experts": E}
+LOCAL = {"hidden_size": H, "intermediate_size": I, "num_local_experts": E}
+ROUTED = {"hidden_size": H, "moe_intermediate_size": I, "n_routed_experts": E}
 FAMILIES = {
-    "mixtral": lambda **extra: MixtralExperts(
-        MixtralConfig(hidden_size=H, intermediate_size=I, num_local_experts=E, **extra)
-    ),
+    "mixtral": lambda **extra: MixtralExperts(MixtralConfig(**LOCAL, **extra)),
     "qwen2_moe": lambda **extra: Qwen2MoeExperts(Qwen2MoeConfig(**COMMON, **extra)),
     "qwen3_moe": lambda **extra: Qwen3MoeExperts(Qwen3MoeConfig(**COMMON, **extra)),
     "qwen3_vl_moe": lambda **extra: Qwen3VLMoeTextExperts(Qwen3VLMoeTextConfig(**COMMON, **extra)),
-    "gpt_oss": lambda **_: GptOssExperts(GptOssConfig(**BIASED, swiglu_limit=0.7)),
+    "gpt_oss": lambda **_: GptOssExperts(GptOssConfig(**LOCAL, swiglu_limit=0.7)),
     "openai_privacy_filter": lambda **_: OpenAIPrivacyFilterExperts(
-        OpenAIPrivacyFilterConfig(**BIASED, swiglu_limit=0.7)
+        OpenAIPrivacyFilterConfig(**LOCAL, swiglu_limit=0.7)
     ),
     "aria": lambda **_: AriaExperts(
         AriaTextConfig(hidden_size=H, num_attention_heads=4, intermediate_size=I, moe_num_experts=E)
     ),
-    "hy_v4": lambda **_: HYV4Experts(
-        HYV4Config(hidden_size=H, moe_intermediate_size=I, n_routed_experts=E, swiglu_limit=0.7)
+    "hy_v4": lambda **_: HYV4Experts(HYV4Config(**ROUTED, swiglu_limit=0.7)),
+    "nemotron_h": lambda **_: NemotronHExperts(NemotronHConfig(**ROUTED)),
+    "muse_spark": lambda **_: MuseSparkExperts(
+        MuseSparkTextConfig(moe_hidden_size=H, moe_intermediate_size=I, num_local_experts=E)
     ),
-    "nemotron_h": lambda **_: NemotronHExperts(
-        NemotronHConfig(hidden_size=H, moe_intermediate_size=I, n_routed_experts=E)
+    "step3p7": lambda **_: Step3p7Experts(
+        Step3p7TextConfig(hidden_size=H, moe_intermediate_size=I, num_local_experts=E), swiglu_limit=0.7
     ),
+    "longcat_flash": lambda **_: LongcatFlashExperts(
+        LongcatFlashConfig(
+            hidden_size=H, expert_ffn_hidden_size=I, n_routed_experts=E - ZERO_EXPERTS, zero_expert_num=ZERO_EXPERTS
+        )
+    ),
+    "llama4": lambda **_: Llama4TextExperts(Llama4TextConfig(**LOCAL)),
+    "dbrx": lambda **_: DbrxExperts(DbrxFFNConfig(hidden_size=H, ffn_hidden_size=I, moe_num_experts=E)),
+    "jetmoe": lambda **_: JetMoeParallelExperts(E, H, I),
 }
 
 
@@ -58,12 +83,17 @@ def experts_with_lora(family: str, **extra: Any) -> nn.Module:
     module: nn.Module = FAMILIES[family](**extra)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.3)
-    for name in stacks_of(module):
-        _, out_features, in_features = stack_shape(module, name)
-        setattr(module, f"{name}_lora_A", nn.Parameter(torch.randn(E, R, in_features) * 0.3))
-        setattr(module, f"{name}_lora_B", nn.Parameter(torch.randn(E, out_features, R) * 0.3))
-    module.lora_scaling = SCALING
+    for _, stack in expert_stacks(module):
+        lora_a = torch.randn(stack.num_experts, R, stack.in_features) * 0.3
+        lora_b = torch.randn(stack.num_experts, stack.out_features, R) * 0.3
+        setattr(stack.owner, f"{stack.leaf}_lora_A", nn.Parameter(lora_a))
+        setattr(stack.owner, f"{stack.leaf}_lora_B", nn.Parameter(lora_b))
+        stack.owner.lora_scaling = SCALING  # type: ignore[assignment]
     return module
+
+
+def stacks_of(module: nn.Module) -> list[str]:
+    return [name.removeprefix(".") for name, _ in expert_stacks(module)]
 
 
 def routing(avoid: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,17 +104,52 @@ def routing(avoid: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor]:
     return index, weights.clone().requires_grad_()
 
 
+def grouped(module: nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The module's output as this project computes it."""
+    plugged = copy.copy(module)
+    layout = layout_of(module)
+    assert layout is not None
+    if layout.is_dispatched:
+        return experts_forward(module, hidden, index, weights)
+    plug_in(nn.ModuleList([plugged]))  # type: ignore[arg-type]
+    assert "forward" not in vars(module)
+    return call(plugged, plugged, hidden, index, weights)
+
+
 def eager_with_merged_weights(
     module: nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
 ) -> Any:
     """transformers' loop over experts with W + s B A in place of W, differentiable in A and B."""
     reference = copy.deepcopy(module)
-    reference.config._experts_implementation = "eager"
+    if hasattr(reference, "config"):
+        reference.config._experts_implementation = "eager"
     plain = {name: parameter for name, parameter in module.named_parameters() if "lora" not in name}
-    for name in stacks_of(module):
-        product = SCALING * getattr(module, f"{name}_lora_B") @ getattr(module, f"{name}_lora_A")
-        plain[name] = plain[name] + (product.transpose(1, 2) if module.is_transposed else product)
-    return functional_call(reference, plain, (hidden, index, weights))
+    for name, stack in expert_stacks(module):
+        pair = (getattr(stack.owner, f"{stack.leaf}_lora_{part}") for part in "BA")
+        product = SCALING * torch.matmul(*pair)
+        product = product.transpose(1, 2) if stack.is_transposed else product
+        plain[name.removeprefix(".")] = plain[name.removeprefix(".")] + product.reshape(
+            plain[name.removeprefix(".")].shape
+        )
+    return call(module, lambda *inputs: functional_call(reference, plain, inputs), hidden, index, weights)
+
+
+def call(
+    module: nn.Module, forward: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Run a module of experts on tokens, as the block around it calls it."""
+    if isinstance(module, Llama4TextExperts):
+        scores = torch.zeros(len(hidden), E).scatter(1, index, weights)
+        copies = hidden.repeat(E, 1) * scores.t().reshape(-1, 1)
+        output: torch.Tensor = forward(copies).view(E, *hidden.shape).sum(0)
+        return output
+    if isinstance(module, JetMoeParallelExperts):
+        order = index.flatten().argsort(stable=True)
+        rows = forward(hidden[order // K], index.flatten().bincount(minlength=E).tolist())
+        rows = rows * weights.flatten()[order, None]
+        return torch.zeros(len(hidden), rows.shape[1]).index_add(0, order // K, rows)
+    output = forward(hidden, index, weights)
+    return output
 
 
 def gradients(output: torch.Tensor, module: nn.Module, inputs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -104,9 +169,9 @@ def test_loss_and_every_gradient_equal_the_eager_loop(family: str, trained: str)
         parameter.requires_grad_("lora" in name or trained == "full")
     index, weights = routing()
     hidden = torch.randn(T, H, requires_grad=True)
-    ours = gradients(experts_forward(module, hidden, index, weights), module, [hidden, weights])
+    ours = gradients(grouped(module, hidden, index, weights), module, [hidden, weights])
     theirs = gradients(eager_with_merged_weights(module, hidden, index, weights), module, [hidden, weights])
-    assert len(ours) == (7 if trained == "lora" else 9 + 2 * module.has_bias)
+    assert len(ours) == 3 + sum(parameter.requires_grad for parameter in module.parameters())
     for name, value in theirs.items():
         torch.testing.assert_close(
             ours[name], value, atol=1e-5, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}"

@@ -23,7 +23,7 @@ from transformers.distributed.expert_parallel import apply_expert_parallelism
 from surefoot.distributed import gloo_collectives
 from surefoot.distributed.parallel_dims import Layout, Meshes
 from surefoot.models.decoder_layers import decoder_layers
-from surefoot.models.experts import experts_of, is_fused_experts
+from surefoot.models.expert_layouts import can_be_shared_out, experts_of, is_fused_experts
 from surefoot.models.vision import vision_tower
 
 T = TypeVar("T")
@@ -63,7 +63,8 @@ class Sharding:
         These are experts under expert parallelism, and stacks of fewer experts than there are ranks.
         """
         layout = self.layout
-        owners = {name: module for name, module in model.named_modules() if is_fused_experts(module)}
+        is_owner = can_be_shared_out if layout.expert_parallel > 1 else is_fused_experts
+        owners = {name: module for name, module in model.named_modules() if is_owner(module)}
         if layout.expert_parallel > 1:
             self._share_out(model, owners)
         done: set[nn.Parameter] = set()
@@ -78,6 +79,8 @@ class Sharding:
                 continue  # each expert is on one rank: its gradient is complete there
             over = mesh["dp_replicate", "fsdp"] if mesh.size(0) > 1 else mesh["fsdp"]
             frozen = {parameter for parameter in own if not parameter.requires_grad}
+            for child in module.children():  # a norm of experts: the tokens of every rank train it
+                self._fully_shard(child, self.meshes.dense, ignored, free=layout.zero_stage == 3)
             self._fully_shard(module, over, frozen if layout.zero_stage < 3 else set(), free=layout.zero_stage == 3)
         return done
 

@@ -108,8 +108,7 @@ def build_without_storage(
     with quiet_transformers(), config_errors(folder):
         model: PreTrainedModel = stock._from_config(config, dtype=stored, attn_implementation=attention)
         targets = attach(model, lora) if lora is not None else None
-    if any(experts.is_fused_experts(module) for module in model.modules()):
-        model.set_experts_implementation(experts.IMPLEMENTATION)
+    experts.plug_in(model)
     if targets is not None:
         _mark_trainable(model, targets)
     elif freeze_vision:
@@ -273,8 +272,7 @@ def _load_weights(
                 f"{folder}: {len(names)} weights are {kind} for {cls.__name__}: {', '.join(names[:3])}. "
                 "Filling them with random values would train a broken model; use a complete checkpoint."
             )
-    if any(experts.is_fused_experts(module) for module in model.modules()):
-        model.set_experts_implementation(experts.IMPLEMENTATION)
+    experts.plug_in(model)
     if weight_format is not FLOAT:
         model.hf_quantizer.remove_quantization_config(model)  # a model that is written has its own types
     return model
@@ -293,6 +291,7 @@ def _add_sharding_to_class(
 
     def distribute(_cls: Any, model: PreTrainedModel, *_: Any) -> PreTrainedModel:
         mark(model)
+        experts.plug_in(model)
         sharding.apply(model)
         model._is_distributed_loading_by_transformers = True
         model._is_fsdp_managed_module = True

@@ -46,11 +46,11 @@ class ModuleGate:
         return act.detach(), d_gate_up
 
 
-def select_gate(module: nn.Module) -> SwiGLU | ModuleGate:
+def select_gate(module: Any) -> SwiGLU | ModuleGate:
     """Return the gate of a module of experts; of experts without a gate, their activation."""
-    activation: Any = getattr(module, "act_fn", None)
-    if not module.has_gate:
-        return ModuleGate(activation)
-    apply_gate: Any = module._apply_gate
+    activation = getattr(module, "act_fn", None)
+    if not getattr(module, "has_gate", True):
+        return ModuleGate(module.act_fn)
+    apply_gate = module._apply_gate
     is_plain = apply_gate.__func__ is _default_apply_gate and module.is_concatenated
     return SwiGLU() if isinstance(activation, nn.SiLU) and is_plain else ModuleGate(apply_gate)

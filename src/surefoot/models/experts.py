@@ -1,8 +1,9 @@
 """Grouped experts with LoRA, plugged into transformers under the name `surefoot`.
 
-Serves every model whose experts follow transformers' fused convention: two stacks, `gate_up_proj [E, 2I, H]` (without a
-gate `up_proj [E, I, H]`) and `down_proj [E, H, I]`, stored transposed or not, with biases or without, around a gate of
-the model's own. The flags that transformers sets on the module say which. Where a module carries
+Serves every model whose experts are in a layout of `expert_layouts.py`. Those of transformers' fused convention are
+computed in one node of the graph: two stacks, `gate_up_proj [E, 2I, H]` (without a gate `up_proj [E, I, H]`) and
+`down_proj [E, H, I]`, stored transposed or not, with biases or without, around a gate of the model's own. Other layouts
+are put together from single products (`composed_experts.py`). Where a module carries
 `<stack>_lora_A [E, r, in]` and `<stack>_lora_B [E, out, r]` (see `lora.py`), they are added as low-rank grouped GEMMs.
 The backward computes only the requested gradients: under LoRA dX, dA and dB, never a dense dW.
 
@@ -13,64 +14,43 @@ R rank.
 """
 
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from surefoot.errors import ModelError
+from surefoot.models.composed_experts import forward_copies, forward_sorted, forward_tokens
 from surefoot.models.expert_gates import ModuleGate, SwiGLU, select_gate
+from surefoot.models.expert_layouts import layout_of
 from surefoot.models.grouped_gemm import Groups
-from surefoot.models.grouped_projection import GroupedProjection, StackKind, StackTensors
-from surefoot.models.quantization.base import FLOAT, format_of, stored_weight
+from surefoot.models.grouped_projection import GroupedProjection, StackKind, StackTensors, computing_dtype
+from surefoot.models.quantization.base import format_of, stored_weight
 
 IMPLEMENTATION = "surefoot"
 PROJECTIONS = ("gate_up_proj", "down_proj")
 """Names of the two stacks of gated experts."""
-UNGATED_PROJECTIONS = ("up_proj", "down_proj")
-
-
-def stacks_of(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the stacks of a module of experts in the layout that this file computes; else nothing."""
-    if not hasattr(module, "is_transposed") or getattr(module, "has_post_expert_norm", False):
-        return ()
-    names = PROJECTIONS if module.has_gate else UNGATED_PROJECTIONS
-    stacks = [getattr(module, name, None) for name in names]
-    return names if all(isinstance(stack, Tensor) and stack.dim() == 3 for stack in stacks) else ()
-
-
-def is_fused_experts(module: nn.Module) -> bool:
-    """Return whether `module` holds experts in the layout that this file computes."""
-    return bool(stacks_of(module))
-
-
-def experts_of(module: nn.Module) -> int:
-    """Return the number of experts of a fused experts module, over all ranks."""
-    return stack_shape(module, stacks_of(module)[0])[0]
-
-
-def stack_shape(module: nn.Module, name: str) -> tuple[int, int, int]:
-    """Return (experts, outputs, inputs) of a stack of a fused experts module, however it is stored."""
-    num_experts, rows, columns = getattr(module, name).shape
-    return (num_experts, columns, rows) if module.is_transposed else (num_experts, rows, columns)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Compute the forward of a fused experts module, as `ALL_EXPERTS_FUNCTIONS` calls it.
 
     Shapes: hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K] -> [T, H].
     """
-    names = stacks_of(self)
-    if not names:
+    layout = layout_of(self)
+    if layout is None:
         raise ModelError(f"{type(self).__name__} has experts in a layout that is not computed here.")
-    scaling = getattr(self, "lora_scaling", 0.0)
-    kind = StackKind(format_of(self), bool(self.is_transposed), scaling)
-    up, down = (stored_weight(self, name) for name in names)
-    adapters = [getattr(self, f"{name}_lora_{part}", None) for name in names for part in "AB"]
-    biases = [getattr(self, f"{name}_bias") if self.has_bias else None for name in names]
+    if not layout.is_conventional:
+        return forward_tokens(self, hidden_states, top_k_index, top_k_weights)
+    kind = StackKind(format_of(self), bool(layout.transposed), getattr(self, "lora_scaling", 0.0))
+    up, down = (stored_weight(self, name) for name in layout.stacks)
+    adapters = [getattr(self, f"{name}_lora_{part}", None) for name in layout.stacks for part in "AB"]
+    biases = [getattr(self, f"{name}_bias") if layout.has_bias else None for name in layout.stacks]
     return _Experts.apply(  # type: ignore[no-any-return,no-untyped-call]
         hidden_states,
         top_k_index,
@@ -83,6 +63,24 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
         *up[1:],
         *down[1:],
     )
+
+
+FORWARDS = {
+    "tokens": experts_forward,
+    "copies": torch.compiler.disable(forward_copies),
+    "sorted": torch.compiler.disable(forward_sorted),
+}
+"""Forwards of modules of experts, by how they are called."""
+
+
+def plug_in(model: PreTrainedModel) -> None:
+    """Let the modules of experts of a model compute what this file does, before the model is shared out over ranks."""
+    layouts = [(module, layout) for module in model.modules() if (layout := layout_of(module)) is not None]
+    for module, layout in layouts:
+        if not layout.is_dispatched and "forward" not in vars(module):
+            module.forward = MethodType(FORWARDS[layout.call], module)
+    if any(layout.is_dispatched for _, layout in layouts):
+        model.set_experts_implementation(IMPLEMENTATION)
 
 
 @dataclass(frozen=True)
@@ -117,10 +115,7 @@ class _Experts(torch.autograd.Function):
     ) -> Tensor:
         """`tensors`: both stacks; A and B of both, and both biases, each a tensor or None; other stored tensors."""
         tokens, top_k = index_TK.shape
-        device_type = hidden_TH.device.type
-        is_autocast = torch.is_autocast_enabled(device_type)
-        own_dtype = tensors[0].dtype if variant.kind.weight_format is FLOAT else hidden_TH.dtype
-        dtype = torch.get_autocast_dtype(device_type) if is_autocast else own_dtype
+        dtype = computing_dtype(hidden_TH, tensors[0], variant.kind.weight_format)
         ids, order_S = torch.sort(index_TK.reshape(-1), stable=True)
         groups = Groups.of(ids, tensors[0].shape[0], dtype)
         up, down = variant.projections(tensors, groups, dtype)

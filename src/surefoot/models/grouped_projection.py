@@ -1,7 +1,7 @@
 """Products of rows with one stack of experts, its biases and its low-rank pair, and their gradients.
 
-Independent of gates, of routing and of how modules name their stacks: `experts.py` and `expert_layouts.py` put these
-products together.
+Independent of gates, of routing and of how modules name their stacks: `experts.py` and `composed_experts.py` put
+these products together.
 
 Shape suffixes: S rows sorted by expert, E experts, R rank.
 """
@@ -25,7 +25,7 @@ from surefoot.models.grouped_gemm import (
     grouped_linear_dx_add_,
     grouped_sum,
 )
-from surefoot.models.quantization.base import Stored, WeightFormat
+from surefoot.models.quantization.base import FLOAT, Stored, WeightFormat
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,13 @@ class StackTensors:
     a: Tensor | None
     b: Tensor | None
     bias: Tensor | None
+
+
+def computing_dtype(x: Tensor, stack: Tensor, weight_format: WeightFormat) -> torch.dtype:
+    """Return the type of the products: that of autocast, else that of the weights, else that of the rows."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return stack.dtype if weight_format is FLOAT else x.dtype
 
 
 class GroupedProjection:

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from surefoot.errors import ModelError
 from surefoot.models.attention import can_share_prefixes, own_implementation
 from surefoot.models.decoder_layers import decoder_layers, decoder_of
-from surefoot.models.experts import is_fused_experts
+from surefoot.models.expert_layouts import is_fused_experts
 from surefoot.models.per_sample import CallShapes, run_per_sample, run_whole, same_rows
 from surefoot.models.routing import router_names
 from surefoot.models.sample_layout import ARGUMENT, SampleArguments, SampleLayout, accept_samples, samples_are

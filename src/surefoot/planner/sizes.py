@@ -15,7 +15,7 @@ from surefoot.diagnostics.preflight.model_size import pinned_bytes
 from surefoot.errors import ModelError
 from surefoot.models.build import BuiltModel, load_config
 from surefoot.models.decoder_layers import decoder_layers
-from surefoot.models.experts import experts_of, is_fused_experts
+from surefoot.models.expert_layouts import experts_of, is_fused_experts
 
 FP32_BYTES, HALF_BYTES = 4, 2
 FIELDS = (

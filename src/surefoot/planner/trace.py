@@ -25,7 +25,7 @@ from surefoot.models.attention import SHARES_HEADS
 from surefoot.models.attention_math import with_heads_of
 from surefoot.models.build import BuiltModel
 from surefoot.models.decoder_layers import decoder_layers
-from surefoot.models.experts import is_fused_experts
+from surefoot.models.expert_layouts import is_fused_experts
 from surefoot.models.sample_layout import current_layout
 from surefoot.models.vision import vision_tower
 from surefoot.planner.expert_dispatch import Exchange, exchanged_bytes

@@ -38,7 +38,7 @@ from surefoot.methods.grpo.settings import GrpoConfig, grpo_settings
 from surefoot.methods.grpo.types import Engine, Request, Sampling
 from surefoot.methods.training_data import HEARTBEAT_EVERY_S
 from surefoot.models.attention import can_share_prefixes
-from surefoot.models.experts import experts_of, is_fused_experts
+from surefoot.models.expert_layouts import experts_of, is_fused_experts
 from surefoot.models.generate import end_tokens
 from surefoot.models.lora import lora_settings, perturbed_lora
 from surefoot.models.resolve_model import longest_context
