@@ -1,10 +1,16 @@
 """The grouped experts against transformers' own per-expert loop with merged weights."""
 
 import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.func import functional_call
 from transformers import (
@@ -41,6 +47,8 @@ from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
 from surefoot.models.expert_layouts import expert_stacks, layout_of
 from surefoot.models.experts import experts_forward, plug_in
+from surefoot.models.routing import keep_routing_on_recompute
+from tests.support import expert_models
 
 H, I, E, K, R, T, SCALING = 16, 24, 5, 2, 3, 40, 0.7
 ZERO_EXPERTS = 2
@@ -234,3 +242,78 @@ def test_bfloat16_base_with_float32_adapters_gives_float32_adapter_gradients() -
     output.float().sum().backward()
     adapters = [getattr(module, f"{name}_lora_{part}") for name in stacks_of(module) for part in "AB"]
     assert all(adapter.grad.dtype == torch.float32 for adapter in adapters)
+
+
+def model_gradients(kind: str, trained: str, checkpointing: bool = False, autocast: bool = False) -> dict[str, Any]:
+    model = expert_models.build(kind, trained)
+    expert_models.set_values(dict(model.named_parameters()), lambda parameter, value: parameter.data.copy_(value))
+    if checkpointing:
+        options = {"use_reentrant": False, "context_fn": keep_routing_on_recompute}
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = expert_models.loss_of(model)
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **gradients}
+
+
+@pytest.mark.parametrize("kind", expert_models.CONFIGS)
+@pytest.mark.parametrize("trained", ["lora", "full"])
+def test_gradient_checkpointing_changes_nothing(kind: str, trained: str) -> None:
+    plain, again = model_gradients(kind, trained), model_gradients(kind, trained, checkpointing=True)
+    assert plain.keys() == again.keys()
+    for name, gradient in plain.items():
+        torch.testing.assert_close(again[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("trained", ["lora", "full"])
+def test_autocast_computes_in_bfloat16(family: str, trained: str) -> None:
+    module = experts_with_lora(family)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_("lora" in name or trained == "full")
+    index, weights = routing()
+    hidden = torch.randn(T, H, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(grouped(module, hidden, index, weights), module, [hidden, weights])
+    wanted = gradients(grouped(module, hidden, index, weights), module, [hidden, weights])
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype, name
+        error = (found[name] - value).norm() / value.norm()
+        assert 1e-5 < error < 0.1 or name == "loss", (name, error)
+
+
+RANK_CASES = [
+    *((kind, "lora", 3, 1) for kind in ("gpt_oss", "llama4", "dbrx", "jetmoe", "longcat")),
+    ("gpt_oss", "lora", 0, 2),
+    ("gpt_oss", "full", 2, 2),
+    ("gpt_oss", "full", 3, 1),
+    ("aria", "lora", 3, 2),
+    ("dbrx", "full", 3, 1),
+]
+
+
+@pytest.mark.slow
+def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
+    (tmp_path / "cases.json").write_text(json.dumps(RANK_CASES))
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("expert_ranks.py")), str(tmp_path / "cases.json"), str(tmp_path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True, text=True, timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    for number, (kind, trained, *layout) in enumerate(RANK_CASES):
+        alone = expert_models.build(kind, trained)
+        expert_models.set_values(dict(alone.named_parameters()), lambda parameter, value: parameter.data.copy_(value))
+        expert_models.loss_of(alone).backward()
+        found = load_file(tmp_path / f"{number}.safetensors")
+        wanted = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+        assert found.keys() == wanted.keys(), (kind, layout)
+        for name, gradient in found.items():  # both ranks train on the same tokens
+            torch.testing.assert_close(
+                gradient,
+                2 * wanted[name],
+                atol=1e-6,
+                rtol=1e-4,
+                msg=lambda text, at=(kind, trained, layout, name): f"{at}: {text}",
+            )

@@ -38,7 +38,11 @@ class _LowRank(nn.Module):
         if self.lora_dropout and self.training:
             low = F.linear(F.dropout(input, self.lora_dropout), a)
             return super().forward(input) + self.lora_scaling * F.linear(low, b)  # type: ignore[no-any-return]
-        return _LoraLinear.apply(input, self.bias, a, b, self.lora_scaling, format_of(self), *self._stored())  # type: ignore[no-any-return,no-untyped-call]
+        # The function's own output must not be a view: models add to it in place.
+        rows = _LoraLinear.apply(  # type: ignore[no-untyped-call]
+            input.reshape(-1, input.shape[-1]), self.bias, a, b, self.lora_scaling, format_of(self), *self._stored()
+        )
+        return rows.view(*input.shape[:-1], rows.shape[-1])  # type: ignore[no-any-return]
 
 
 class LoraLinear(_LowRank, FrozenLinear):
@@ -74,7 +78,7 @@ class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,
+        rows: Tensor,
         bias: Tensor | None,
         a: Tensor,
         b: Tensor,
@@ -82,23 +86,21 @@ class _LoraLinear(torch.autograd.Function):
         weight_format: WeightFormat,
         *stored: Tensor,
     ) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
         low = rows @ a.t()
         y = weight_format.linear(rows, stored, bias)
         y.addmm_(low, b.t(), alpha=scaling)
         ctx.save_for_backward(rows, low, a, b, *stored)
-        ctx.scaling, ctx.shape, ctx.weight_format = scaling, x.shape, weight_format
-        return y.view(*x.shape[:-1], -1)
+        ctx.scaling, ctx.weight_format = scaling, weight_format
+        return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor | None, ...]:
         rows, low, a, b, *stored = ctx.saved_tensors
-        d_rows = d_y.reshape(-1, d_y.shape[-1])
         d_low = d_rows @ b
         d_x = None
         if ctx.needs_input_grad[0]:
-            d_x = ctx.weight_format.linear_dx(d_rows, stored).addmm_(d_low, a, alpha=ctx.scaling).view(ctx.shape)
+            d_x = ctx.weight_format.linear_dx(d_rows, stored).addmm_(d_low, a, alpha=ctx.scaling)
         d_a = (d_low.t() @ rows).mul_(ctx.scaling)
         d_b = (low.t() @ d_rows).mul_(ctx.scaling).t()  # thin products are faster with their short side as rows
         return d_x, None, d_a, d_b, None, None, *(None for _ in stored)
