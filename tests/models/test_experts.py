@@ -257,7 +257,7 @@ def model_gradients(kind: str, trained: str, checkpointing: bool = False, autoca
     return {"loss": loss.detach(), **gradients}
 
 
-@pytest.mark.parametrize("kind", expert_models.CONFIGS)
+@pytest.mark.parametrize("kind", sorted(expert_models.CONFIGS.keys() - {"jetmoe"}))  # it supports no checkpointing
 @pytest.mark.parametrize("trained", ["lora", "full"])
 def test_gradient_checkpointing_changes_nothing(kind: str, trained: str) -> None:
     plain, again = model_gradients(kind, trained), model_gradients(kind, trained, checkpointing=True)

@@ -25,9 +25,9 @@ from surefoot.config import RunConfig
 from surefoot.errors import ModelError
 from surefoot.models.dtensor_blocks import block_of
 from surefoot.models.expert_layouts import WITHOUT_STACKS, Stack, expert_stacks
-from surefoot.models.lora_linear import ADAPTED_CLASSES, adopt, create_parameter
+from surefoot.models.lora_linear import ADAPTED_CLASSES, adopt, create_parameter, is_plain
 from surefoot.models.quantization.base import FLOAT, WeightFormat, keep_stored
-from surefoot.models.routing import router_names
+from surefoot.models.routing import router_weight_owners
 from surefoot.models.vision import vision_tower
 
 GROUPS = ("attention", "mlp", "experts", "router", "all", "vision")
@@ -83,7 +83,7 @@ class LoraTargets:
     experts: list[str] = field(default_factory=list)
     """Names of stacks of experts (`model.layers.0.mlp.experts.gate_up_proj`)."""
     routers: list[str] = field(default_factory=list)
-    """Names of router modules, whose small weights are trained in full."""
+    """Names of the modules that hold the matrices of routers, which are small and trained in full."""
 
 
 def find_targets(model: PreTrainedModel, targets: Iterable[str]) -> LoraTargets:
@@ -140,16 +140,15 @@ def _linear_names(model: PreTrainedModel) -> set[str]:
 
 
 def _collect_groups(model: PreTrainedModel) -> dict[str, list[str]]:
-    routers = router_names(model)
     tower = vision_tower(model)
     groups: dict[str, list[str]] = {group: [] for group in GROUPS}
-    groups["router"] = routers
+    groups["router"] = router_weight_owners(model)
     if tower is not None:
         groups["vision"] = [
             f"{tower[0]}.{name}" for name, module in tower[1].named_modules() if isinstance(module, nn.Linear)
         ]
     prefix = _decoder_prefix(model)
-    linears = _linear_names(model) - {*groups["vision"], *routers}
+    linears = _linear_names(model) - {*groups["vision"], *groups["router"]}
     for name, module in model.named_modules():
         if name in linears and name.startswith(prefix) and (group := _group_of(name, module)) is not None:
             groups[group].append(name)
@@ -165,7 +164,7 @@ def _decoder_prefix(model: PreTrainedModel) -> str:
 
 def _group_of(name: str, linear: nn.Module) -> str | None:
     """Return the group of a linear layer of the decoder; None for one that is never adapted as part of a group."""
-    if IN_LAYER.search(name) is None:
+    if IN_LAYER.search(name) is None or not is_plain(linear):
         return None
     *parents, leaf = name.split(".")
     if "router" in name:

@@ -60,6 +60,11 @@ ADAPTED_CLASSES: dict[type[nn.Module], type[_LowRank]] = {nn.Linear: LoraLinear,
 """Classes of layers that LoRA can adapt, and what they become."""
 
 
+def is_plain(layer: nn.Module) -> bool:
+    """Return whether a layer is a linear layer of a class that LoRA can adapt or has adapted."""
+    return type(layer) in (*ADAPTED_CLASSES, *ADAPTED_CLASSES.values(), FrozenLinear)
+
+
 def adopt(layer: nn.Module, rank: int, scaling: float, dropout: float) -> None:
     """Give an existing layer its low-rank pair, in place, so that no name changes."""
     weight = layer.weight
