@@ -57,10 +57,10 @@ def export(run: Path, target: Path, *, merge: bool, step: int | None, emit: Emit
     saved = ShardedTensors(checkpoint / "model")
     if settings is None:
         untrained = read_untrained(base, saved.shapes)
-        shapes = {**saved.shapes, **{name: value.shape for name, value in untrained.items()}}
+        shapes = {**{name: value.shape for name, value in untrained.items()}, **saved.shapes}
         names = in_layers(shapes)
         with new_folder(target) as folder:
-            values = ((name, untrained[name] if name in untrained else saved.read(name)) for name in names)
+            values = ((name, saved.read(name) if name in saved.shapes else untrained[name]) for name in names)
             write_model(folder, base, {name: shapes[name] for name in names}, values)
             name_ends(folder, answer_ends(tokenizer))
             tokenizer.save_pretrained(folder)

@@ -40,7 +40,12 @@ from surefoot.training.phases import Phases
 from surefoot.training.run_dir import ENVIRONMENT, Resume, claim_on_rank0, delete_run, set_aside_after
 from surefoot.training.run_metadata import describe_machines, environment
 from surefoot.training.run_summary import FindingLog, RunRecord, RunResult, Status, completed_earlier, read_result
-from surefoot.training.train_setup import build_train_context, check_trained_routers, sharding_of
+from surefoot.training.train_setup import (
+    build_train_context,
+    check_router_biases,
+    check_trained_routers,
+    sharding_of,
+)
 
 ALL_LOGITS = (
     "this model scales or caps its logits itself, so those of all trained tokens of a micro-batch are held at once; "
@@ -223,6 +228,7 @@ def _open(run: _Run) -> _OpenedRun:
         ranks.local_rank0_first(lambda: check_experts(loaded, base))
         ranks.local_rank0_first(lambda: method_of(config).check_model(loaded, base))
         ranks.local_rank0_first(lambda: check_trained_routers(loaded, ranks.size))
+        ranks.local_rank0_first(lambda: check_router_biases(loaded, base))
         tokenizer = ranks.run_or_raise_on_all(lambda: load_tokenizer(base, config.chat_template))
     saved = ranks.run_or_raise_on_all(lambda: read_state(checkpoint) if checkpoint is not None else None)
     digests = saved.data_seen if saved is not None else None
@@ -337,7 +343,7 @@ def _load_train_context(
         run.phases.follow(decoder_layers(train_context.model))
     if checkpoint is not None:
         ranks.run_or_raise_on_all(
-            lambda: load_checkpoint(checkpoint, train_context.parameters, train_context.optimizer)
+            lambda: load_checkpoint(checkpoint, train_context.parameters, train_context.optimizer, train_context.biases)
         )
         run.emit(Notice(f"resuming after step {opened.state.step} from {checkpoint}"))
     return config, step_times_s, train_context
