@@ -45,10 +45,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextExperts
 from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
+from surefoot.models import grouped_gemm
 from surefoot.models.expert_layouts import expert_stacks, layout_of
 from surefoot.models.experts import experts_forward, plug_in
+from surefoot.models.quantization.base import keep_stored
 from surefoot.models.routing import keep_routing_on_recompute
 from tests.support import expert_models
+from tests.support.int8_format import INT8
 
 H, I, E, K, R, T, SCALING = 16, 24, 5, 2, 3, 40, 0.7
 ZERO_EXPERTS = 2
@@ -281,6 +284,38 @@ def test_autocast_computes_in_bfloat16(family: str, trained: str) -> None:
         assert found[name].dtype == value.dtype, name
         error = (found[name] - value).norm() / value.norm()
         assert 1e-5 < error < 0.1 or name == "loss", (name, error)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_fused_kernel_gives_the_same_numbers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = experts_with_lora(family)
+    index, weights = routing(avoid=(1,))
+    hidden = torch.randn(T, H, requires_grad=True)
+    found = []
+    for is_fused in (False, True):
+        monkeypatch.setattr(grouped_gemm, "_is_fused", lambda _device, _dtype, is_fused=is_fused: is_fused)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = grouped(module, hidden, index, weights)
+        found.append(gradients(output, module, [hidden, weights]))
+    for name, value in found[0].items():
+        assert (found[1][name] - value).norm() <= 0.05 * value.norm() or name == "loss", name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stored_weights_are_multiplied_as_they_are_read_back(family: str) -> None:
+    module = experts_with_lora(family)
+    stored = copy.deepcopy(module)
+    for (_, plain), (_, other) in zip(expert_stacks(module), list(expert_stacks(stored)), strict=True):
+        weight = getattr(plain.owner, plain.leaf)
+        weight.requires_grad_(False).copy_(INT8.read(INT8.store(weight), torch.float32))
+        keep_stored(other.owner, other.leaf, INT8)
+    index, weights = routing()
+    hidden = torch.randn(T, H, requires_grad=True)
+    ours = gradients(grouped(stored, hidden, index, weights), stored, [hidden, weights])
+    wanted = gradients(grouped(module, hidden, index, weights), module, [hidden, weights])
+    assert ours.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(ours[name], value, atol=1e-4, rtol=1e-4)
 
 
 RANK_CASES = [
