@@ -66,17 +66,17 @@ def test_a_first_step_moves_each_bias_by_the_rate(full: dict[str, Any]) -> None:
 
 
 def test_a_resumed_run_has_the_biases_of_one_that_was_not_stopped(full: dict[str, Any], tmp_path: Path) -> None:
-    whole = surefoot.train({**full, "save_steps": 2}, screen=False)
+    whole = surefoot.train({**full, "save_steps": 3}, screen=False)
     assert whole.artifact is not None
-    halfway = tmp_path / "run/checkpoints/step-00000002"
-    settings = {**full, "output_dir": str(tmp_path / "again"), "resume_from_checkpoint": str(halfway)}
+    third = tmp_path / "run/checkpoints/step-00000003"
+    settings = {**full, "output_dir": str(tmp_path / "again"), "resume_from_checkpoint": str(third)}
     resumed = surefoot.train(settings, screen=False)
     assert resumed.artifact is not None
     wanted, found = biases(Path(whole.artifact)), biases(Path(resumed.artifact))
     assert len(wanted) == 2
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
-    assert max(bias.abs().max() for bias in wanted.values()) > RATE * 1.5
-    saved, exported = biases(halfway / "model"), export(tmp_path / "run", tmp_path / "out", merge=False, step=2)
+    saved, exported = biases(third / "model"), export(tmp_path / "run", tmp_path / "out", merge=False, step=3)
+    assert max(bias.abs().max() for bias in saved.values()) > 0
     assert all(torch.equal(biases(exported)[name], value) for name, value in saved.items())
     assert any(not torch.equal(saved[name], value) for name, value in wanted.items())
 
