@@ -130,10 +130,10 @@ CAUSAL: dict[str, Line] = {
             "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
         }
     ),
-    "gemma4": Line(),
+    "gemma4": Line({"vision_config": {}}),
     "gemma4_assistant": Line(reason="a drafter: it reads the states of another model"),
     "gemma4_text": Line(),
-    "gemma4_unified": Line(),
+    "gemma4_unified": Line({"vision_config": {}}),
     "gemma4_unified_assistant": Line(reason="a drafter: it reads the states of another model"),
     "gemma4_unified_text": Line(),
     "git": Line(),

@@ -22,7 +22,7 @@ SIZES: dict[str, int] = {
         "hidden_size_global lru_width word_embed_proj_dim input_embedding_size output_embedding_size "
         "pronunciation_embed_dim shape_embed_dim backbone_hidden_size out_hidden_size projection_dim "
         "projection_hidden_size ple_embed_dim adapter_in_dim adapter_out_dim "
-        "vision_output_dim projector_input_dim projector_output_dim input_size dim_model_base".split(), 32),
+        "vision_output_dim mm_embed_dim output_proj_dims projector_input_dim projector_output_dim input_size dim_model_base".split(), 32),
     **dict.fromkeys(
         "intermediate_size moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size "
         "shared_intermediate_size expert_ffn_hidden_size ffn_hidden_size ffn_dim decoder_ffn_dim encoder_ffn_dim d_ff "
@@ -60,7 +60,7 @@ SIZES: dict[str, int] = {
                     "local_attn_chunk_length".split(), 4),
     "index_topk_blocks": 2,
     "floor_scale": 8,
-    "num_position_embeddings": 64,
+    **dict.fromkeys("num_position_embeddings position_embedding_size mm_posemb_size".split(), 64),
     "zero_expert_num": 2,
     **dict.fromkeys("n_groups mamba_n_groups mamba_ngroups n_shared_experts moe_num_shared_experts num_shared_experts "
                     "first_k_dense_replace num_dense_layers o_groups".split(), 1),
@@ -78,7 +78,8 @@ PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_typ
 
 def tiny(cls: type[PreTrainedConfig], changes: Mapping[str, Any]) -> PreTrainedConfig:
     """Return a small configuration of a class. `changes`: fields of other values; a mapping for one of its parts."""
-    defaults = cls()
+    optional = {name: {} for name in changes if name in cls.sub_configs and getattr(cls(), name, None) is None}
+    defaults = cls(**optional)
     values: dict[str, Any] = {}
     for name in _names_of(cls):
         default = _value_of(defaults, name)
