@@ -22,6 +22,7 @@ from surefoot.errors import SurefootError
 from surefoot.methods.base import BatchTotals, TrainContext
 from surefoot.methods.sft.method import SftObjective
 from surefoot.models.build import BuiltModel, build_model, load_config, model_class, trainable_parameters
+from surefoot.models.experts import is_fused_experts
 from surefoot.models.export import merge_adapter
 from surefoot.models.lora import LoraSettings
 from surefoot.training.step import train_step
@@ -54,6 +55,8 @@ class ModeResult:
     export_difference: float = math.nan
     peft_difference: float = math.nan
     peft_message: str = ""
+    taken_apart: list[str] = field(default_factory=list)
+    """Classes of the layers that run once per sample."""
 
 
 @dataclass
@@ -64,6 +67,9 @@ class Result:
     class_name: str
     modes: dict[str, ModeResult] = field(default_factory=dict)
     has_experts: bool = False
+    shares_experts: bool = False
+    """Whether ranks can hold a part of the experts each."""
+    reads_images: bool = False
     seconds: float = 0.0
 
     @property
@@ -73,8 +79,34 @@ class Result:
         can_be_empty = states.pop("attention", "trains") in ("trains", "empty")
         return can_be_empty and bool(states) and all(state == "trains" for state in states.values())
 
+    @property
+    def problems(self) -> list[str]:
+        """What does not hold, a line for each mode."""
+        lines = [f"{mode}: {result.state} {result.message}" for mode, result in self.modes.items()]
+        return [line for line, result in zip(lines, self.modes.values(), strict=True) if result.state != "trains"]
+
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "trains": self.trains}
+
+    def as_row(self) -> dict[str, Any]:
+        """Return what docs/models.json keeps of it."""
+        compared = [result for result in self.modes.values() if not math.isnan(result.loss_difference)]
+        apart = sorted({name for result in compared for name in result.taken_apart})
+        experts = self.modes.get("experts")
+        return {
+            "type": self.name,
+            "class": self.class_name,
+            "trains": self.trains,
+            "experts": None if experts is None else experts.state == "trains",
+            "packing": f"taken apart: {', '.join(apart)}" if apart else "told",
+            "expert_parallel": self.shares_experts if self.has_experts else None,
+            "peft": all(
+                result.peft_difference <= EXPORT_WITHIN for mode, result in self.modes.items() if mode != "full"
+            ),
+            "images": self.reads_images,
+            "loss": max((result.loss_difference for result in compared), default=None),
+            "gradient": max((result.gradient_difference for result in compared), default=None),
+        }
 
 
 def sample_tokens() -> list[Tensor]:
@@ -223,7 +255,7 @@ def _open(folder: Path, stock: type[PreTrainedModel]) -> PreTrainedModel:
         opened, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
         )
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], info
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     return opened.eval()
 
 
@@ -245,7 +277,8 @@ def check_mode(
     wanted_loss, merged_gradients = reference.loss(samples, changes)
     wanted = low_rank_gradients(built, settings.scaling, merged_gradients) if settings else merged_gradients
     losses, gradients, loss_now = _train(built, batch)
-    result = ModeResult(loss=losses[0], loss_difference=abs(losses[0] - float(wanted_loss)))
+    taken_apart = sorted(getattr(built, "taken_apart", {}))
+    result = ModeResult(loss=losses[0], taken_apart=taken_apart, loss_difference=abs(losses[0] - float(wanted_loss)))
     result.gradient_difference, result.worst_gradient = worst_difference(gradients, wanted)
     if not (result.loss_difference <= LOSS_WITHIN and result.gradient_difference <= GRADIENT_WITHIN):
         result.state = "wrong"
@@ -278,7 +311,8 @@ def check_architecture(
 ) -> Result:
     """Save a tiny model, train it in each mode, and compare."""
     began = time.monotonic()
-    result = Result(name, type(model).__name__, has_experts=has_experts(model))
+    shares_experts = any(is_fused_experts(module) for module in model.modules())
+    result = Result(name, type(model).__name__, {}, has_experts(model), shares_experts)
     folder = work / "base"
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -22,7 +22,8 @@ SIZES: dict[str, int] = {
         "hidden_size_global lru_width word_embed_proj_dim input_embedding_size output_embedding_size "
         "pronunciation_embed_dim shape_embed_dim backbone_hidden_size out_hidden_size projection_dim "
         "projection_hidden_size ple_embed_dim adapter_in_dim adapter_out_dim "
-        "vision_output_dim mm_embed_dim output_proj_dims projector_input_dim projector_output_dim input_size dim_model_base".split(), 32),
+        "vision_output_dim mm_embed_dim output_proj_dims "
+        "projector_input_dim projector_output_dim input_size dim_model_base".split(), 32),
     **dict.fromkeys(
         "intermediate_size moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size "
         "shared_intermediate_size expert_ffn_hidden_size ffn_hidden_size ffn_dim decoder_ffn_dim encoder_ffn_dim d_ff "
