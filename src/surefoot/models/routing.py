@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from surefoot.errors import ModelError
-from surefoot.models.sample_layout import KeptLayout
 from surefoot.models.expert_layouts import WITHOUT_STACKS
+from surefoot.models.sample_layout import KeptLayout
 
 PROBABILITIES_WITHIN = 0.02
 """Largest difference of their sum from 1, in bfloat16."""
