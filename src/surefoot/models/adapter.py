@@ -3,7 +3,12 @@
 Layouts. A linear layer's pair is stored unchanged. PEFT keeps the experts of a stack in two matrices, lora_A
 [E * r, in] with the expert as the slow index and lora_B [out, r * E] with the expert as the fast index; the model has
 [E, r, in] and [E, out, r]. If both stacks of a module are adapted, PEFT nests them: `base_layer` holds gate_up.
-Routers trained in full are stored in full, as PEFT's `modules_to_save`.
+Routers trained in full are stored in full with their buffers, as PEFT's `modules_to_save`.
+
+Names. PEFT matches the ends of names with every module and parameter of the model, so an ending is written only where
+it means adapted ones alone; else the full names are. In models with stacks of experts PEFT reads the names that single
+experts had in transformers 4 (`down_proj`) as these stacks, in `target_modules` alone. Linear layers of such names are
+therefore written as parameters (`mlp.down_proj.weight`), which the file stores in the same way.
 """
 
 import json
@@ -17,17 +22,21 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from surefoot.config.documents import shorten
 from surefoot.errors import ModelError
 from surefoot.models.experts import PROJECTIONS
-from surefoot.models.lora import LoraSettings, is_lora
+from surefoot.models.lora import OF_MLPS, LoraSettings, is_lora, tower_names
 from surefoot.models.resolve_model import read_json_object
 from surefoot.models.safetensors_writer import tensor_file
 
 PREFIX = "base_model.model."
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
+OF_EXPERTS = OF_MLPS | {"gate"}
+"""Names that PEFT reads as stacks of experts or routers, in models that have them, where modules are named.
+Source: _MOE_TARGET_MODULE_MAPPING in peft.utils.transformers_weight_conversion."""
 MOST_RANK, MOST_ALPHA = 1_000_000, 1e9
 FIRST_LAYER = re.compile(r".*?\.[^.]*\.(\d{1,9})\.", re.ASCII)
 INITS = (True, False, "gaussian", "orthogonal", "eva")
@@ -49,15 +58,12 @@ def write_adapter(
     values: Iterable[tuple[str, Tensor]],
     settings: LoraSettings,
     base_model: str,
-    adaptable: Collection[str],
-    in_tower: Collection[str] = frozenset(),
+    model: PreTrainedModel,
 ) -> None:
     """Write trained parameters as a PEFT adapter into an existing empty folder.
 
-    `shapes`: shapes of all parameters, by the model's names. `values` come in the same order; none is kept.
-    `adaptable`: every linear module and expert stack of the model, to find the shortest target names that match only
-    the adapted ones; `in_tower`: the modules of a vision tower, which are written by full name, as
-    `lora.find_targets` reads them.
+    `shapes`: shapes of all parameters, by the model's names, and of the `tensors_beside` them. `values` come
+    in the same order; none is kept. `model` is read for its names alone.
     """
     empty = {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in shapes.items()}
     with tensor_file(
@@ -65,9 +71,7 @@ def write_adapter(
     ) as file:
         for name, value in values:
             file.write(*_convert_to_peft(name, value.detach().float(), shapes))
-    (folder / CONFIG).write_text(
-        json.dumps(_build_peft_config(shapes, settings, base_model, adaptable, in_tower), indent=2) + "\n"
-    )
+    (folder / CONFIG).write_text(json.dumps(_build_peft_config(shapes, settings, base_model, model), indent=2) + "\n")
 
 
 def _convert_to_peft(name: str, value: Tensor, names: Container[str]) -> tuple[str, Tensor]:
@@ -78,23 +82,42 @@ def _convert_to_peft(name: str, value: Tensor, names: Container[str]) -> tuple[s
     part = leaf[-1]
     if leaf in ("lora_A", "lora_B"):
         return f"{PREFIX}{owner}.lora_{part}.weight", value
-    is_nested = leaf.startswith("gate_up_proj") and f"{owner}.down_proj_lora_A" in names
+    is_nested = not leaf.startswith("down_proj") and f"{owner}.down_proj_lora_A" in names
     key = f"{PREFIX}{owner}.{'base_layer.' if is_nested else ''}lora_{part}.weight"
     if part == "A":
         return key, value.reshape(-1, value.shape[-1])  # [E, r, in] -> [E * r, in]
     return key, value.permute(1, 2, 0).reshape(value.shape[1], -1)  # [E, out, r] -> [out, r * E]
 
 
+def tensors_beside(model: PreTrainedModel, trained: Collection[str]) -> list[str]:
+    """Return what else the modules hold that are trained in full: PEFT stores such modules with all they hold.
+
+    A router of DeepSeek-V3 has a buffer that it adds to its scores.
+    """
+    owners = {name.rpartition(".")[0] for name in trained if not is_lora(name)}
+    return [name for name in model.state_dict() if name.rpartition(".")[0] in owners and name not in trained]
+
+
+def get_tensor(model: PreTrainedModel, name: str) -> Tensor:
+    """Return a parameter or a buffer."""
+    owner, _, leaf = name.rpartition(".")
+    tensor: Tensor = getattr(model.get_submodule(owner), leaf)
+    return tensor
+
+
 def _build_peft_config(
-    parameters: Collection[str],
-    settings: LoraSettings,
-    base_model: str,
-    adaptable: Collection[str],
-    in_tower: Collection[str],
+    parameters: Collection[str], settings: LoraSettings, base_model: str, model: PreTrainedModel
 ) -> dict[str, Any]:
     linears = {name.removesuffix(".lora_A") for name in parameters if name.endswith(".lora_A")}
-    stacks = {name.removesuffix("_lora_A") for name in parameters if name.endswith("_proj_lora_A")}
-    routers = {name.removesuffix(".weight") for name in parameters if not is_lora(name)}
+    stacks = {name.removesuffix("_lora_A") for name in parameters if name.endswith("_lora_A")} - linears
+    routers = {name.rpartition(".")[0] for name in parameters if not is_lora(name)}
+    own_names = [name for name, _ in model.named_parameters()]
+    in_tower = tower_names(model)
+    mistaken = {name for name in linears if has_stacks(own_names) and name.rpartition(".")[2] in OF_EXPERTS}
+    modules = _shorten_target_names(linears - mistaken, [name for name, _ in model.named_modules()], 1, in_tower)
+    weights = {f"{name}.weight" for name in mistaken}
+    in_full = {f"{name}.weight" for name in in_tower}
+    target_parameters = sorted(_shorten_target_names(stacks | weights, own_names, 3, in_full))
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -102,20 +125,25 @@ def _build_peft_config(
         "inference_mode": True,
         "r": settings.rank,
         "lora_alpha": settings.alpha,
-        "lora_dropout": settings.dropout,
+        "lora_dropout": 0.0 if target_parameters else settings.dropout,  # PEFT has no dropout on parameters
         "use_rslora": settings.rslora,
         "bias": "none",
         "fan_in_fan_out": False,
-        "target_modules": sorted(_shorten_target_names(linears, adaptable, 1, in_tower)),
-        "target_parameters": sorted(_shorten_target_names(stacks, adaptable, 3), key=_get_stack_order) or None,
+        "target_modules": sorted(modules),
+        "target_parameters": target_parameters or None,
         "modules_to_save": sorted({".".join(name.split(".")[-2:]) for name in routers}) or None,
     }
 
 
+def has_stacks(names: Iterable[str]) -> bool:
+    """Return whether a model with parameters of these names has experts in stacks."""
+    return any(name.endswith(f".{PROJECTIONS[0]}") for name in names)
+
+
 def _shorten_target_names(
-    adapted: set[str], adaptable: Collection[str], parts: int, in_full: Collection[str] = frozenset()
+    adapted: Collection[str], names: Iterable[str], parts: int, in_full: Collection[str]
 ) -> set[str]:
-    """Return the last `parts` of each name if these match only adapted modules, else the full names.
+    """Return the last `parts` of each name where these mean only adapted ones among all `names`, else the full name.
 
     Names in `in_full` are always given in full.
     """
@@ -123,20 +151,15 @@ def _shorten_target_names(
     def ending(name: str) -> str:
         return ".".join(name.split(".")[-parts:])
 
-    endings = {ending(name) for name in adapted if name not in in_full}
-    matched = {name for name in adaptable if ending(name) in endings}
-    return endings | (adapted & set(in_full)) if matched <= adapted else adapted
-
-
-def _get_stack_order(name: str) -> tuple[str, int]:
-    owner, _, leaf = name.rpartition(".")
-    return owner, PROJECTIONS.index(leaf)
+    unwanted = {ending(name) for name in names if name not in adapted}
+    return {name if name in in_full or ending(name) in unwanted else ending(name) for name in adapted}
 
 
 def read_adapter(folder: Path, expected_shapes: Mapping[str, torch.Size], settings: LoraSettings) -> dict[str, Tensor]:
     """Read a PEFT adapter into the model's names and shapes.
 
-    `expected_shapes`: the model's trainable parameters, by name. The file must contain all of them and nothing else.
+    `expected_shapes`: the model's trainable parameters, by name. The file must contain all of them and nothing else
+    but the `tensors_beside` them, which are the base's.
     Raises: ModelError if the folder is not an adapter, or its settings, names or shapes differ.
     """
     config, stored = load_adapter_files(folder)
@@ -175,7 +198,9 @@ def _check_targets(
     folder: Path, expected: Collection[str], stored: Collection[str], config: Mapping[str, Any], settings: LoraSettings
 ) -> None:
     """Raise ModelError, with both lists of targets, unless an adapter holds exactly the tensors that a run trains."""
-    missing, surplus = sorted(set(expected) - set(stored)), sorted(set(stored) - set(expected))
+    in_full = {key.rpartition(".")[0] for key in expected if ".lora_" not in key}
+    missing = sorted(set(expected) - set(stored))
+    surplus = sorted(key for key in set(stored) - set(expected) if key.rpartition(".")[0] not in in_full)
     if not missing and not surplus:
         return
     details = [f"it has no {missing[0]} (one of {len(missing)})"] if missing else []
@@ -240,9 +265,9 @@ def _check_modules_named(folder: Path, config: Mapping[str, Any], stored: Iterab
     for key in stored:
         owner, is_pair, _ = key.removeprefix(PREFIX).rpartition(".lora_")
         module = owner.removesuffix(".base_layer")
-        stacks = [f"{module}.{leaf}" for leaf in PROJECTIONS]
-        is_stack = any(_is_named(stack, config.get("target_parameters")) for stack in stacks)
-        if is_pair and not is_stack and not _is_selected(module, config):
+        parameters = [f"{module}.{leaf}" for leaf in (*PROJECTIONS, "weight")]
+        is_parameter = any(_is_named(parameter, config.get("target_parameters")) for parameter in parameters)
+        if is_pair and not is_parameter and not _is_selected(module, config):
             raise ModelError(
                 f"{folder}: {WEIGHTS} adapts {module}, which {CONFIG} leaves out ({_describe_targets(config)}). "
                 "Nothing was written. Are the two files of the same adapter?"
@@ -277,9 +302,9 @@ class LowRank:
     b: Tensor
 
     @property
-    def numel(self) -> int:
-        """Number of elements of the adapted weight."""
-        return self.a.numel() // self.a.shape[-2] * self.b.shape[-2]
+    def shape(self) -> torch.Size:
+        """Shape of the adapted weight."""
+        return torch.Size((*self.a.shape[:-2], self.b.shape[-2], self.a.shape[-1]))
 
 
 @dataclass(frozen=True)

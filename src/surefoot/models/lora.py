@@ -100,9 +100,14 @@ def find_targets(model: PreTrainedModel, targets: Iterable[str]) -> LoraTargets:
         if target in groups:
             matches = set(groups[target])
         else:
-            # `down_proj` means the linear layers; stacks of experts are named `experts.down_proj`.
-            named = linears | (stacks.keys() if "experts" in target else set())
-            matches = {n for n in named if n == target or (n.endswith(f".{target}") and n not in in_tower)}
+            # `down_proj` means the linear layers; stacks of experts are named with their module: `experts.down_proj`.
+            named = linears | (stacks.keys() if "." in target else set())
+            spellings = (target, target.removesuffix(".weight"))  # adapters name some linear layers by their weight
+            matches = {
+                n
+                for n in named
+                if n in spellings or (n.endswith(tuple(f".{name}" for name in spellings)) and n not in in_tower)
+            }
         if not matches:
             raise ModelError(_describe_missing_target(target, groups, model))
         chosen |= matches

@@ -9,17 +9,24 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surefoot.config import RunConfig, read_saved
 from surefoot.data.render import answer_ends
 from surefoot.errors import ConfigError, ModelError
-from surefoot.events import Emit, Notice
-from surefoot.models.adapter import CONFIG, base_name, load_adapter_files, read_adapter, settings_of, write_adapter
-from surefoot.models.attention import own_implementation
+from surefoot.models.adapter import (
+    CONFIG,
+    base_name,
+    tensors_beside,
+    load_adapter_files,
+    read_adapter,
+    settings_of,
+    write_adapter,
+)
 from surefoot.models.build import build_model, load_tokenizer, meta_model, trainable_parameters
 from surefoot.models.checkpoint_weights import check_weights_fill
 from surefoot.models.dtensor_blocks import load_full
-from surefoot.models.export import in_layers, merge_adapter, name_ends, read_untrained, write_model
+from surefoot.models.export import in_layers, merge_adapter, name_ends, untrained_names, write_model
 from surefoot.models.generate import end_tokens
-from surefoot.models.lora import LoraSettings, adaptable_names, lora_settings, tower_names
-from surefoot.models.quantization.released import find_quantization
-from surefoot.models.resolve_model import folder_here, local_path, resolve_model
+from surefoot.models.lora import LoraSettings, lora_settings
+from surefoot.models.pretrained import check_weights_fill
+from surefoot.models.resolve_model import local_path, resolve_model
+from surefoot.models.stored_layout import StoredLayout
 from surefoot.models.vision import attention_of
 from surefoot.system.atomic_io import new_folder
 from surefoot.system.json_files import DamagedFile
@@ -55,22 +62,22 @@ def export(run: Path, target: Path, *, merge: bool, step: int | None, emit: Emit
     base = resolve_model(config.model, f"{run}/run.yaml")
     tokenizer = load_tokenizer(base, config.chat_template)
     saved = ShardedTensors(checkpoint / "model")
+    whole_model = meta_model(base)
+    is_full = settings is None
+    name_others = untrained_names if is_full else tensors_beside
+    untrained = StoredLayout(base).read(name_others(whole_model, saved.shapes))
+    all_shapes = {**{name: value.shape for name, value in untrained.items()}, **saved.shapes}
+    shapes = {name: all_shapes[name] for name in (in_layers(all_shapes) if is_full else all_shapes)}
+    values = ((name, saved.read(name) if name in saved.shapes else untrained[name]) for name in shapes)
     if settings is None:
-        untrained = read_untrained(base, saved.shapes)
-        shapes = {**{name: value.shape for name, value in untrained.items()}, **saved.shapes}
-        names = in_layers(shapes)
         with new_folder(target) as folder:
-            values = ((name, saved.read(name) if name in saved.shapes else untrained[name]) for name in names)
-            write_model(folder, base, {name: shapes[name] for name in names}, values)
+            write_model(folder, base, shapes, values)
             name_ends(folder, answer_ends(tokenizer))
             tokenizer.save_pretrained(folder)
         return target
     adapter = target if not merge else target.with_name(f".{target.name}.adapter")
-    whole_model = meta_model(base)
-    about = base_name(config.model, base), adaptable_names(whole_model), tower_names(whole_model)
     with new_folder(adapter) as folder:
-        values = ((name, saved.read(name)) for name in saved.shapes)
-        write_adapter(folder, saved.shapes, values, settings, *about)
+        write_adapter(folder, shapes, values, settings, base_name(config.model, base), whole_model)
         tokenizer.save_pretrained(folder)
     if not merge:
         return adapter
