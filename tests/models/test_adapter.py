@@ -72,7 +72,7 @@ def test_reading_gives_back_what_was_written(kind: str, model_folder: Callable[[
     built, settings = trained_model(base, kind)
     adapter = save(built, settings, tmp_path / "adapter", base)
     parameters = trainable_parameters(built.model)
-    values = read_adapter(adapter, {name: p.shape for name, p in parameters.items()}, settings)
+    values = read_adapter(adapter, {name: p.shape for name, p in parameters.items()}, settings, built.model)
     assert values.keys() == parameters.keys()
     assert all(torch.equal(values[name], parameters[name]) for name in values)
 
@@ -112,12 +112,12 @@ def test_an_adapter_of_other_settings_is_refused(model_folder: Callable[[str], P
     adapter = save(built, settings, tmp_path / "adapter", base)
     shapes = {name: p.shape for name, p in trainable_parameters(built.model).items()}
     with pytest.raises(ModelError, match=r"lora_rank=2 .* 4\b"):
-        read_adapter(adapter, shapes, LoraSettings(rank=2, alpha=8))
+        read_adapter(adapter, shapes, LoraSettings(rank=2, alpha=8), built.model)
     fewer = {name: shape for name, shape in shapes.items() if "q_proj" in name}
     with pytest.raises(ModelError, match="also adapts"):
-        read_adapter(adapter, fewer, settings)
+        read_adapter(adapter, fewer, settings, built.model)
     with pytest.raises(ModelError, match=r"PEFT adapter.*adapter_config\.json"):
-        read_adapter(tmp_path, shapes, settings)
+        read_adapter(tmp_path, shapes, settings, built.model)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_adapters_that_would_be_read_wrongly_are_refused(
     if changes.keys() & {"init_lora_weights", "alpha_pattern", "use_dora", "bias", "peft_type"}:
         shapes = {name: p.shape for name, p in trainable_parameters(built.model).items()}
         with pytest.raises(ModelError, match=reason):
-            read_adapter(adapter, shapes, settings)
+            read_adapter(adapter, shapes, settings, built.model)
 
 
 def test_adapters_of_inits_that_leave_the_base_alone_are_read(
@@ -190,7 +190,7 @@ def test_a_pair_of_other_shapes_is_not_turned_round(model_folder: Callable[[str]
     save_file(turned, adapter / "adapter_model.safetensors")
     shapes = {name: p.shape for name, p in trainable_parameters(built.model).items()}
     with pytest.raises(ModelError, match=r"\(\d+, 4\) .*\(4, \d+\)"):
-        read_adapter(adapter, shapes, settings)
+        read_adapter(adapter, shapes, settings, built.model)
     with pytest.raises(ModelError, match="pair of rank 4"):
         merge_adapter(base, adapter, tmp_path / "merged")
 

@@ -4,11 +4,6 @@ Layouts. A linear layer's pair is stored unchanged. PEFT keeps the experts of a 
 [E * r, in] with the expert as the slow index and lora_B [out, r * E] with the expert as the fast index; the model has
 [E, r, in] and [E, out, r]. If both stacks of a module are adapted, PEFT nests them: `base_layer` holds gate_up.
 Routers trained in full are stored in full with their buffers, as PEFT's `modules_to_save`.
-
-Names. PEFT matches the ends of names with every module and parameter of the model, so an ending is written only where
-it means adapted ones alone; else the full names are. In models with stacks of experts PEFT reads the names that single
-experts had in transformers 4 (`down_proj`) as these stacks, in `target_modules` alone. Linear layers of such names are
-therefore written as parameters (`mlp.down_proj.weight`), which the file stores in the same way.
 """
 
 import json
@@ -26,17 +21,15 @@ from transformers import PreTrainedModel
 
 from surefoot.config.documents import shorten
 from surefoot.errors import ModelError
-from surefoot.models.experts import PROJECTIONS
-from surefoot.models.lora import OF_MLPS, LoraSettings, is_lora, tower_names
+from surefoot.models.experts import PROJECTIONS, UNGATED_PROJECTIONS, stacks_of
+from surefoot.models.lora import LoraSettings, is_lora
+from surefoot.models.peft_names import FileNames, split_targets
 from surefoot.models.resolve_model import read_json_object
 from surefoot.models.safetensors_writer import tensor_file
 
 PREFIX = "base_model.model."
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
-OF_EXPERTS = OF_MLPS | {"gate"}
-"""Names that PEFT reads as stacks of experts or routers, in models that have them, where modules are named.
-Source: _MOE_TARGET_MODULE_MAPPING in peft.utils.transformers_weight_conversion."""
 MOST_RANK, MOST_ALPHA = 1_000_000, 1e9
 FIRST_LAYER = re.compile(r".*?\.[^.]*\.(\d{1,9})\.", re.ASCII)
 INITS = (True, False, "gaussian", "orthogonal", "eva")
@@ -65,12 +58,16 @@ def write_adapter(
     `shapes`: shapes of all parameters, by the model's names, and of the `tensors_beside` them. `values` come
     in the same order; none is kept. `model` is read for its names alone.
     """
+    file_names = FileNames(model)
+
+    def convert(name: str, value: Tensor) -> tuple[str, Tensor]:
+        key, as_stored = _convert_to_peft(name, value, shapes)
+        return f"{PREFIX}{file_names.to_file(key)}", as_stored
+
     empty = {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in shapes.items()}
-    with tensor_file(
-        folder / WEIGHTS, dict(_convert_to_peft(name, spec, shapes) for name, spec in empty.items())
-    ) as file:
+    with tensor_file(folder / WEIGHTS, dict(convert(name, spec) for name, spec in empty.items())) as file:
         for name, value in values:
-            file.write(*_convert_to_peft(name, value.detach().float(), shapes))
+            file.write(*convert(name, value.detach().float()))
     (folder / CONFIG).write_text(json.dumps(_build_peft_config(shapes, settings, base_model, model), indent=2) + "\n")
 
 
@@ -78,12 +75,12 @@ def _convert_to_peft(name: str, value: Tensor, names: Container[str]) -> tuple[s
     """Return a parameter's name and value in PEFT's layout; `names` are all trained parameters, for the nesting."""
     owner, _, leaf = name.rpartition(".")
     if not is_lora(name):
-        return f"{PREFIX}{name}", value
+        return name, value
     part = leaf[-1]
     if leaf in ("lora_A", "lora_B"):
-        return f"{PREFIX}{owner}.lora_{part}.weight", value
+        return f"{owner}.lora_{part}.weight", value
     is_nested = not leaf.startswith("down_proj") and f"{owner}.down_proj_lora_A" in names
-    key = f"{PREFIX}{owner}.{'base_layer.' if is_nested else ''}lora_{part}.weight"
+    key = f"{owner}.{'base_layer.' if is_nested else ''}lora_{part}.weight"
     if part == "A":
         return key, value.reshape(-1, value.shape[-1])  # [E, r, in] -> [E * r, in]
     return key, value.permute(1, 2, 0).reshape(value.shape[1], -1)  # [E, out, r] -> [out, r * E]
@@ -111,13 +108,7 @@ def _build_peft_config(
     linears = {name.removesuffix(".lora_A") for name in parameters if name.endswith(".lora_A")}
     stacks = {name.removesuffix("_lora_A") for name in parameters if name.endswith("_lora_A")} - linears
     routers = {name.rpartition(".")[0] for name in parameters if not is_lora(name)}
-    own_names = [name for name, _ in model.named_parameters()]
-    in_tower = tower_names(model)
-    mistaken = {name for name in linears if has_stacks(own_names) and name.rpartition(".")[2] in OF_EXPERTS}
-    modules = _shorten_target_names(linears - mistaken, [name for name, _ in model.named_modules()], 1, in_tower)
-    weights = {f"{name}.weight" for name in mistaken}
-    in_full = {f"{name}.weight" for name in in_tower}
-    target_parameters = sorted(_shorten_target_names(stacks | weights, own_names, 3, in_full))
+    modules, target_parameters = split_targets(model, linears, stacks)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -130,39 +121,21 @@ def _build_peft_config(
         "bias": "none",
         "fan_in_fan_out": False,
         "target_modules": sorted(modules),
-        "target_parameters": target_parameters or None,
+        "target_parameters": sorted(target_parameters) or None,
         "modules_to_save": sorted({".".join(name.split(".")[-2:]) for name in routers}) or None,
     }
 
 
-def has_stacks(names: Iterable[str]) -> bool:
-    """Return whether a model with parameters of these names has experts in stacks."""
-    return any(name.endswith(f".{PROJECTIONS[0]}") for name in names)
-
-
-def _shorten_target_names(
-    adapted: Collection[str], names: Iterable[str], parts: int, in_full: Collection[str]
-) -> set[str]:
-    """Return the last `parts` of each name where these mean only adapted ones among all `names`, else the full name.
-
-    Names in `in_full` are always given in full.
-    """
-
-    def ending(name: str) -> str:
-        return ".".join(name.split(".")[-parts:])
-
-    unwanted = {ending(name) for name in names if name not in adapted}
-    return {name if name in in_full or ending(name) in unwanted else ending(name) for name in adapted}
-
-
-def read_adapter(folder: Path, expected_shapes: Mapping[str, torch.Size], settings: LoraSettings) -> dict[str, Tensor]:
-    """Read a PEFT adapter into the model's names and shapes.
+def read_adapter(
+    folder: Path, expected_shapes: Mapping[str, torch.Size], settings: LoraSettings, model: PreTrainedModel
+) -> dict[str, Tensor]:
+    """Read a PEFT adapter into the model's names and shapes. `model` is read for its names alone.
 
     `expected_shapes`: the model's trainable parameters, by name. The file must contain all of them and nothing else
     but the `tensors_beside` them, which are the base's.
     Raises: ModelError if the folder is not an adapter, or its settings, names or shapes differ.
     """
-    config, stored = load_adapter_files(folder)
+    config, stored = _load_for_model(folder, model)
     stored_settings = settings_of(config)
     run_values = {"lora_rank": settings.rank, "lora_alpha": settings.alpha, "use_rslora": settings.rslora}
     adapter_values = {
@@ -187,8 +160,8 @@ def read_adapter(folder: Path, expected_shapes: Mapping[str, torch.Size], settin
         value = stored.pop(key)
         if value.shape != as_stored.shape:
             raise ModelError(
-                f"init_adapter={folder}: {key} has shape {tuple(value.shape)} there, {tuple(as_stored.shape)} here. "
-                "Is it the model this adapter was trained on?"
+                f"init_adapter={folder}: {PREFIX}{key} has shape {tuple(value.shape)} there, "
+                f"{tuple(as_stored.shape)} here. Is it the model this adapter was trained on?"
             )
         values[name] = _convert_from_peft(name, value, expected_shapes[name])
     return values
@@ -203,8 +176,8 @@ def _check_targets(
     surplus = sorted(key for key in set(stored) - set(expected) if key.rpartition(".")[0] not in in_full)
     if not missing and not surplus:
         return
-    details = [f"it has no {missing[0]} (one of {len(missing)})"] if missing else []
-    details += [f"it also adapts {surplus[0]} (one of {len(surplus)})"] if surplus else []
+    details = [f"it has no {PREFIX}{missing[0]} (one of {len(missing)})"] if missing else []
+    details += [f"it also adapts {PREFIX}{surplus[0]} (one of {len(surplus)})"] if surplus else []
     raise ModelError(
         f"init_adapter={folder}: the adapter was trained with {_describe_targets(config)}, and this run trains "
         f"target_modules={list(settings.targets)}: {'; '.join(details)}. Set target_modules to what the adapter has."
@@ -239,6 +212,13 @@ def load_adapter_files(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]
         raise ModelError(f"{needs} ({weights}: {error}).") from error
 
 
+def _load_for_model(folder: Path, model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the config and the tensors of an adapter, these by names of the model."""
+    config, stored = load_adapter_files(folder)
+    file_names = FileNames(model)
+    return config, {file_names.from_file(key.removeprefix(PREFIX)): value for key, value in stored.items()}
+
+
 def _check_types(config: Mapping[str, Any], path: Path) -> None:
     for name in ("target_modules", "target_parameters", "modules_to_save", "exclude_modules"):
         named = config.get(name)
@@ -263,9 +243,9 @@ def _check_types(config: Mapping[str, Any], path: Path) -> None:
 def _check_modules_named(folder: Path, config: Mapping[str, Any], stored: Iterable[str]) -> None:
     """Raise ModelError for a tensor of a module that the config does not name: PEFT would ignore it."""
     for key in stored:
-        owner, is_pair, _ = key.removeprefix(PREFIX).rpartition(".lora_")
+        owner, is_pair, _ = key.rpartition(".lora_")
         module = owner.removesuffix(".base_layer")
-        parameters = [f"{module}.{leaf}" for leaf in (*PROJECTIONS, "weight")]
+        parameters = [f"{module}.{leaf}" for leaf in {*PROJECTIONS, *UNGATED_PROJECTIONS, "weight"}]
         is_parameter = any(_is_named(parameter, config.get("target_parameters")) for parameter in parameters)
         if is_pair and not is_parameter and not _is_selected(module, config):
             raise ModelError(
@@ -300,11 +280,20 @@ class LowRank:
 
     a: Tensor
     b: Tensor
+    is_transposed: bool = False
+    """Whether the weight is stored as [E, in, out]."""
+
+    def multiply(self, expert: int | None) -> Tensor:
+        """Return the product in the weight's layout and float32, of one expert or of all."""
+        a, b = (self.a, self.b) if expert is None else (self.a[expert], self.b[expert])
+        product = b.float() @ a.float()
+        return product.mT if self.is_transposed else product
 
     @property
     def shape(self) -> torch.Size:
         """Shape of the adapted weight."""
-        return torch.Size((*self.a.shape[:-2], self.b.shape[-2], self.a.shape[-1]))
+        sides = (self.b.shape[-2], self.a.shape[-1])
+        return torch.Size((*self.a.shape[:-2], *(reversed(sides) if self.is_transposed else sides)))
 
 
 @dataclass(frozen=True)
@@ -317,12 +306,12 @@ class AdapterContents:
     """Parameters that were trained in full."""
 
 
-def read_contents(folder: Path) -> AdapterContents:
-    """Read a PEFT adapter without its model.
+def read_contents(folder: Path, model: PreTrainedModel) -> AdapterContents:
+    """Read a PEFT adapter as weights of the base model, of which `model` gives names and layout, no values.
 
     Raises: ModelError if it is not a plain LoRA adapter.
     """
-    config, stored = load_adapter_files(folder)
+    config, stored = _load_for_model(folder, model)
     settings = settings_of(config)
     stacks = config.get("target_parameters") or ()
     _check_modules_named(folder, config, stored)
@@ -330,24 +319,28 @@ def read_contents(folder: Path) -> AdapterContents:
     for key in stored:
         other = key.replace(".lora_A.", ".lora_B.") if ".lora_A." in key else key.replace(".lora_B.", ".lora_A.")
         if other not in stored:
-            raise ModelError(f"{folder}: {key} is one half of a pair; {other} is not there. Nothing was written.")
-    for key, a in stored.items():
-        name = key.removeprefix(PREFIX)
+            raise ModelError(
+                f"{folder}: {PREFIX}{key} is one half of a pair; {PREFIX}{other} is not there. Nothing was written."
+            )
+    modules = dict(model.named_modules())
+    for name, a in stored.items():
         if name.endswith(".lora_A.weight"):
-            owner, b = name.removesuffix(".lora_A.weight"), stored[key.replace(".lora_A.", ".lora_B.")]
+            owner, b = name.removesuffix(".lora_A.weight"), stored[name.replace(".lora_A.", ".lora_B.")]
             module = owner.removesuffix(".base_layer")
-            adapted = [leaf for leaf in PROJECTIONS if any(f".{module}.{leaf}".endswith(f".{name}") for name in stacks)]
+            experts = modules.get(module, model)
+            leaves = stacks_of(experts) or PROJECTIONS
+            adapted = [leaf for leaf in leaves if _is_named(f"{module}.{leaf}", stacks)]
             is_pair = a.dim() == b.dim() == 2 and min(*a.shape, *b.shape) > 0 and a.shape[0] == b.shape[1]
             if not is_pair or (a.shape[0] % settings.rank if adapted else a.shape[0] != settings.rank):
                 raise ModelError(
-                    f"{folder}: {key} has shape {tuple(a.shape)} and its other half {tuple(b.shape)}, which are no "
-                    f"pair of rank {settings.rank}. Nothing was written."
+                    f"{folder}: {PREFIX}{name} has shape {tuple(a.shape)} and its other half {tuple(b.shape)}, which "
+                    f"are no pair of rank {settings.rank}. Nothing was written."
                 )
             if adapted:  # the outermost wrapper holds the last stack, the wrapped module the first
                 leaf = adapted[0] if owner.endswith(".base_layer") else adapted[-1]
                 a = a.view(-1, settings.rank, a.shape[1])
                 b = b.view(b.shape[0], settings.rank, -1).permute(2, 0, 1)
-                low_rank[f"{module}.{leaf}"] = LowRank(a, b)
+                low_rank[f"{module}.{leaf}"] = LowRank(a, b, is_transposed=getattr(experts, "is_transposed", False))
             else:
                 low_rank[f"{owner}.weight"] = LowRank(a, b)
         elif not name.endswith(".lora_B.weight"):

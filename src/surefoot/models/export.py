@@ -162,7 +162,7 @@ class _Merger:
 
     def __init__(self, adapter: Path, layout: StoredLayout) -> None:
         self._folder, self._layout = adapter, layout
-        self._content = read_contents(adapter)
+        self._content = read_contents(adapter, layout.model)
         self._merged: Counter[tuple[str, ...]] = Counter()
         """Number of stored elements by the parameters that they belong to."""
 
@@ -187,9 +187,9 @@ class _Merger:
         if pair is None:
             return torch.zeros(shape if expert is None else shape[1:])
         self._check_shape(parameter, pair.shape, shape)
-        a, b = (pair.a, pair.b) if expert is None else (pair.a[expert], pair.b[expert])
-        update: Tensor = self._content.settings.scaling * (b.float() @ a.float())
-        return update
+        if expert is not None and expert >= shape[0]:
+            raise ModelError(f"{place.stored} is expert {expert} of {shape[0]}. Nothing was written.")
+        return self._content.settings.scaling * pair.multiply(expert)
 
     def _check_shape(self, parameter: str, update: torch.Size, weight: torch.Size) -> None:
         if update != weight:

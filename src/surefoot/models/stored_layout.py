@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -105,11 +106,12 @@ class StoredLayout:
                 config=self.model.config,
             )
         number = 0 if is_alone else place.number
-        converted = tensors.get(reverse.target_patterns[place.source].replace("*", str(number)))
+        converted: Any = tensors.get(reverse.target_patterns[place.source].replace("*", str(number)))
         converted = converted[0] if isinstance(converted, list) else converted
         if converted is None or converted.shape != shape:
             raise ModelError(f"{self._base}: {place.stored} is stored in a layout that cannot be merged yet.")
-        return converted
+        update: Tensor = converted
+        return update
 
     def read(self, wanted: Collection[str]) -> dict[str, Tensor]:
         """Read the tensors that have these names in the model."""

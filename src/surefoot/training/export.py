@@ -12,10 +12,10 @@ from surefoot.errors import ConfigError, ModelError
 from surefoot.models.adapter import (
     CONFIG,
     base_name,
-    tensors_beside,
     load_adapter_files,
     read_adapter,
     settings_of,
+    tensors_beside,
     write_adapter,
 )
 from surefoot.models.build import build_model, load_tokenizer, meta_model, trainable_parameters
@@ -206,6 +206,6 @@ def load(source: str, adapter: Path | None) -> tuple[PreTrainedModel, PreTrained
 def load_adapter(folder: Path, model: PreTrainedModel, settings: LoraSettings) -> None:
     """Load the values of a PEFT adapter into a model that was built with the same LoRA settings."""
     parameters = trainable_parameters(model)
-    values = read_adapter(folder, {name: parameter.shape for name, parameter in parameters.items()}, settings)
+    values = read_adapter(folder, {name: parameter.shape for name, parameter in parameters.items()}, settings, model)
     for name, value in values.items():
         load_full(parameters[name], value)

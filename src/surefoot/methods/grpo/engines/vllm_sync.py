@@ -134,7 +134,7 @@ class AdapterSync(Sync):
         digests = self._digests
         shapes = {name: parameter.shape for name, parameter in trainable_parameters(self._model).items()}
         try:
-            tensors = read_adapter(target, shapes, self._settings)
+            tensors = read_adapter(target, shapes, self._settings, self._model)
             file_digests = {name: _digest(value) for name, value in tensors.items()}
         except ModelError as error:
             raise self._server.stopped("SF805", f"the adapter {target.name} is not whole: {error}") from error
