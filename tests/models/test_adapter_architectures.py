@@ -14,7 +14,7 @@ from surefoot.models.adapter import read_adapter
 from surefoot.models.build import BuiltModel, build_model, meta_model, trainable_parameters
 from surefoot.models.export import merge_adapter
 from surefoot.models.lora import LoraSettings, find_targets
-from surefoot.models.peft_layout import unreadable_by_peft
+from surefoot.models.peft_layout import find_unreadable
 from surefoot.models.vision import attention
 from tests.models.architectures import ARCHITECTURES, tiny_model
 from tests.support.adapters import save
@@ -38,14 +38,15 @@ def assert_equal_logits(model: nn.Module, expected: Tensor) -> None:
     assert difference < 1e-5, difference
 
 
-def train(base: Path, settings: LoraSettings) -> tuple[BuiltModel, Tensor]:
-    """Return a model with random LoRA weights, and its logits."""
+def train(base: Path, targets: tuple[str, ...]) -> tuple[BuiltModel, LoraSettings, Tensor]:
+    """Return a model with random LoRA weights, its settings and its logits."""
+    settings = LoraSettings(rank=4, alpha=8, targets=targets)
     built = build_model(base, lora=settings, device=torch.device("cpu"), dtype=torch.float32)
     generator = torch.Generator().manual_seed(11)
     for parameter in trainable_parameters(built.model).values():
         parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
     with attention(built.model, "eager"):
-        return built, logits_of(built.model)
+        return built, settings, logits_of(built.model)
 
 
 def stock(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
@@ -82,13 +83,12 @@ def test_the_adapter_means_the_same_to_peft_and_in_a_merged_folder(name: str, tm
     base = tmp_path / "base"
     original = tiny_model(name)
     original.save_pretrained(base)
-    for targets in choose_targets(base):
-        settings = LoraSettings(rank=4, alpha=8, targets=targets)
-        try:
-            built, expected = train(base, settings)
-        except ModelError as error:
-            assert name not in REPRESENTATIVE
-            pytest.skip(f"does not train: {error}")
+    try:
+        built_models = {targets: train(base, targets) for targets in choose_targets(base)}
+    except ModelError as error:
+        assert name not in REPRESENTATIVE
+        pytest.skip(f"does not train: {error}")
+    for targets, (built, settings, expected) in built_models.items():
         folder = tmp_path / "-".join(targets)
         folder.mkdir()
         adapter = save(built, settings, folder / "adapter", base)
@@ -100,11 +100,10 @@ def test_the_adapter_means_the_same_to_peft_and_in_a_merged_folder(name: str, tm
         merged = merge_adapter(base, adapter, folder / "merged")
         assert_equal_logits(stock(merged, original), expected)
 
-        assert built.targets is not None
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             warnings.simplefilter("ignore", FutureWarning)
-            if unreadable_by_peft(built.model, built.targets):
+            if find_unreadable(original, targets):
                 with pytest.raises((ValueError, RuntimeError), match="(?i)incompatible|size mismatch"):
                     PeftModel.from_pretrained(stock(base, original), adapter)
             else:

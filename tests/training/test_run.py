@@ -17,7 +17,8 @@ import surefoot
 from surefoot.config import load_config
 from surefoot.errors import ConfigError, ModelError, StoppedOnFinding
 from surefoot.models.generate import generating
-from surefoot.training.trainer import ALL_LOGITS, EXPERTS_LEFT_OUT, train
+from surefoot.training.trainer import ALL_LOGITS, EXPERTS_LEFT_OUT, UNREADABLE_BY_PEFT, train
+from tests.models.architectures import tiny_model
 from tests.support.data import counting_rows, write_jsonl
 from tests.support.models import MOE, SIZES
 from tests.support.processes import surefoot as surefoot_command
@@ -337,6 +338,23 @@ def test_names_that_mean_experts_elsewhere_are_told_of(
     shown = "".join(capsys.readouterr())
     said = EXPERTS_LEFT_OUT.format("gate_proj, down_proj")
     assert (said in shown) == is_told, shown
+
+
+@pytest.mark.parametrize(("targets", "is_told"), [(["attention", "experts"], True), (["attention"], False)])
+def test_an_adapter_that_peft_will_refuse_is_told_of(
+    settings: dict[str, Any], tmp_path: Path, tokenizer: Any, targets: Any, is_told: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """DBRX stores its experts one below the other in a matrix, which PEFT takes for one layer."""
+    base = tmp_path / "dbrx"
+    tiny_model("dbrx", vocab_size=len(tokenizer)).save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    result = surefoot.train({**settings, "model": str(base), "target_modules": targets}, max_steps=1)
+    shown = "".join(capsys.readouterr())
+    assert (UNREADABLE_BY_PEFT.format("transformer.blocks.0.ffn.experts.mlp.w1", 6) in shown) == is_told, shown
+    merged = surefoot.export(result.run_folder, tmp_path / "merged", merge=True)
+    _, info = AutoModelForCausalLM.from_pretrained(merged, output_loading_info=True)
+    assert not any(info.values()), info
 
 
 def test_balancing_a_dense_model_is_refused(settings: dict[str, Any], model_folder: Callable[[str], Path]) -> None:

@@ -77,8 +77,8 @@ def tensors_beside(model: PreTrainedModel, trained: Collection[str]) -> list[str
 
     A router of DeepSeek-V3 has a buffer that it adds to its scores.
     """
-    owners = {name.rpartition(".")[0] for name in trained if not is_lora(name)}
-    return [name for name in model.state_dict() if name.rpartition(".")[0] in owners and name not in trained]
+    owners = tuple(f"{name.rpartition('.')[0]}." for name in trained if not is_lora(name))
+    return [name for name in model.state_dict() if name.startswith(owners) and name not in trained]
 
 
 def get_tensor(model: PreTrainedModel, name: str) -> Tensor:
@@ -158,9 +158,9 @@ def _check_targets(
     folder: Path, expected: Collection[str], stored: Collection[str], config: Mapping[str, Any], settings: LoraSettings
 ) -> None:
     """Raise ModelError, with both lists of targets, unless an adapter holds exactly the tensors that a run trains."""
-    in_full = {key.rpartition(".")[0] for key in expected if ".lora_" not in key}
+    in_full = tuple(f"{key.rpartition('.')[0]}." for key in expected if ".lora_" not in key)
     missing = sorted(set(expected) - set(stored))
-    surplus = sorted(key for key in set(stored) - set(expected) if key.rpartition(".")[0] not in in_full)
+    surplus = sorted(key for key in set(stored) - set(expected) if not key.startswith(in_full))
     if not missing and not surplus:
         return
     details = [f"it has no {PREFIX}{missing[0]} (one of {len(missing)})"] if missing else []

@@ -23,7 +23,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, g
 from transformers.core_model_loading import WeightRenaming, apply_renamings
 
 from surefoot.models.expert_layouts import Stack, expert_stacks
-from surefoot.models.lora import OF_MLPS, LoraTargets, is_lora, tower_names
+from surefoot.models.lora import OF_MLPS, find_targets, is_lora, tower_names
 
 OF_EXPERTS = OF_MLPS | {"gate"}
 """Names that PEFT reads as stacks of experts or routers, in models that have them, where modules are named.
@@ -149,11 +149,11 @@ class PeftLayout:
         return bool(apply_renamings(self.spell(key), self._renamings) == key)
 
 
-def unreadable_by_peft(model: PreTrainedModel, targets: LoraTargets) -> list[str]:
-    """Return the adapted modules and stacks that PEFT has no way to adapt, so that it refuses their adapter."""
-    layout, stacks = PeftLayout(model), dict(expert_stacks(model))
-    refused = {name for name in targets.linears if name.rpartition(".")[2] in REFUSED.get(model.config.model_type, ())}
+def find_unreadable(model: PreTrainedModel, targets: Iterable[str]) -> list[str]:
+    """Return the targets in a model that PEFT has no way to adapt, so that it refuses their adapter."""
+    layout, stacks, found = PeftLayout(model), dict(expert_stacks(model)), find_targets(model, targets)
+    refused = {name for name in found.linears if name.rpartition(".")[2] in REFUSED.get(model.config.model_type, ())}
     # PEFT takes a matrix for one layer.
-    refused |= {name for name in targets.experts if getattr(stacks[name].owner, stacks[name].leaf).dim() != 3}
-    modules = {name: name for name in targets.linears} | {name: name.rpartition(".")[0] for name in targets.experts}
+    refused |= {name for name in found.experts if getattr(stacks[name].owner, stacks[name].leaf).dim() != 3}
+    modules = {name: name for name in found.linears} | {name: name.rpartition(".")[0] for name in found.experts}
     return [name for name, module in modules.items() if name in refused or not layout.can_represent(module)]

@@ -21,11 +21,10 @@ from surefoot.events import Emit, Event, FindingMade, Notice, Observer, RunEnded
 from surefoot.methods.base import Method, MethodContext, TrainContext
 from surefoot.methods.registry import method_of
 from surefoot.methods.training_data import RunData, open_data
-from surefoot.models.build import load_tokenizer
-from surefoot.models.decoder_layers import decoder_layers
+from surefoot.models.build import load_tokenizer, meta_model
 from surefoot.models.generate import end_tokens
 from surefoot.models.lora import experts_left_out, lora_settings
-from surefoot.models.quantization.released import find_quantization
+from surefoot.models.peft_layout import find_unreadable
 from surefoot.models.resolve_model import fingerprint, resolve_model
 from surefoot.system.atomic_io import write_json, write_text
 from surefoot.system.process import StopSignal, launcher_number
@@ -57,6 +56,10 @@ UNNAMED_ENDS = (
 )
 OTHER_REWARDS = "{}: changed since step {}; rewards from here on are of other functions"
 EXPERTS_LEFT_OUT = "target_modules: {} mean linear layers, and the experts of this model are none: add `experts`"
+UNREADABLE_BY_PEFT = (
+    "PEFT cannot adapt {} (one of {} such targets), so it will refuse this run's adapter. Surefoot reads it "
+    "(init_adapter, chat), and `surefoot export --merge` writes a model that transformers opens"
+)
 
 
 @dataclass(frozen=True)
@@ -333,6 +336,8 @@ def _load_train_context(
     lora = lora_settings(config)
     if lora is not None and (left_out := experts_left_out(train_context.model, lora.targets)):
         run.emit(Notice(EXPERTS_LEFT_OUT.format(", ".join(left_out))))
+    if lora is not None and (unreadable := find_unreadable(meta_model(base), lora.targets)):
+        run.emit(Notice(UNREADABLE_BY_PEFT.format(unreadable[0], len(unreadable))))
     if unnamed := answer_ends(tokenizer, config.template_variables) - end_tokens(train_context.model, tokenizer):
         run.emit(Notice(UNNAMED_ENDS.format(", ".join(tokenizer.convert_ids_to_tokens(sorted(unnamed))))))
     if train_context.objective.holds_all_logits:
