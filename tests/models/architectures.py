@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import Gemma4VisionConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -321,7 +321,6 @@ VARIANTS: dict[str, Line] = {
     "doge+moe": Line({"is_moe": True, "num_experts": 16}, "doge"),
     "falcon+alibi": Line({"alibi": True}, "falcon"),
     "falcon+new_decoder": Line({"new_decoder_architecture": True, "num_kv_heads": 2}, "falcon"),
-    "gemma4+images": Line({"vision_config": tiny(Gemma4VisionConfig, {"use_clipped_linears": True})}, "gemma4"),
     "gemma4_text+moe": Line(
         {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}, "gemma4_text"
     ),

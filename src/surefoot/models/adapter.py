@@ -93,7 +93,8 @@ def _build_peft_config(
 ) -> dict[str, Any]:
     linears = {name.removesuffix(".lora_A") for name in parameters if name.endswith(".lora_A")}
     stacks = {name.removesuffix("_lora_A") for name in parameters if name.endswith("_lora_A")} - linears
-    routers = {name.rpartition(".")[0] for name in parameters if not is_lora(name)}
+    saved = {name.rpartition(".")[0] for name in parameters if not is_lora(name)}
+    routers = {name for name in saved if not any(name.startswith(f"{owner}.") for owner in saved)}
     modules, target_parameters = split_targets(model, linears, stacks)
     return {
         "peft_type": "LORA",

@@ -156,4 +156,6 @@ def find_unreadable(model: PreTrainedModel, targets: Iterable[str]) -> list[str]
     # PEFT takes a matrix for one layer.
     refused |= {name for name in found.experts if getattr(stacks[name].owner, stacks[name].leaf).dim() != 3}
     modules = {name: name for name in found.linears} | {name: name.rpartition(".")[0] for name in found.experts}
+    if not modules:  # an adapter without LoRA
+        return found.routers
     return [name for name, module in modules.items() if name in refused or not layout.can_represent(module)]
