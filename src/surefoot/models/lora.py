@@ -111,11 +111,11 @@ def find_targets(model: PreTrainedModel, targets: Iterable[str]) -> LoraTargets:
         if not matches:
             raise ModelError(_describe_missing_target(target, groups, model))
         chosen |= matches
-    order = [name for name, _ in model.named_modules()]
+    order, routers = [name for name, _ in model.named_modules()], chosen & set(groups["router"])
     return LoraTargets(
-        linears=[name for name in order if name in chosen & linears],
+        linears=[name for name in order if name in chosen & linears - routers],
         experts=[name for name, _ in model.named_parameters() if name in chosen & stacks.keys()],
-        routers=[name for name in order if name in chosen & set(groups["router"])],
+        routers=[name for name in order if name in routers],
     )
 
 
