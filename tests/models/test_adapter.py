@@ -18,6 +18,7 @@ from surefoot.models.build import trainable_parameters
 from surefoot.models.export import merge_adapter
 from surefoot.models.generate import generating
 from surefoot.models.lora import LoraSettings
+from tests.models.architectures import tiny_model
 from tests.support.adapters import logits_of, save, trained_model
 
 KINDS = ["mixtral", "qwen2_moe", "qwen3_moe", "qwen2", "llama"]
@@ -211,3 +212,25 @@ def test_broken_adapters_and_bases_are_named(
         path.write_bytes(part)
         with pytest.raises(ModelError, match=rf"{path.name}: "):
             merge_adapter(base, adapter, tmp_path / "merged")
+
+
+def test_experts_that_are_stored_transposed_stay_so_in_a_merged_folder(tmp_path: Path) -> None:
+    """Releases of Qwen3-VL-MoE hold the experts' stacks as [E, in, out], and transformers writes [E, out, in]."""
+    torch.manual_seed(0)
+    model = tiny_model("qwen3_vl_moe")
+    base = tmp_path / "base"
+    model.save_pretrained(base)
+    stored = load_file(base / "model.safetensors")
+    stacks = {name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))}
+    assert len(stacks) == 4
+    released = {name: value.mT.contiguous() if name in stacks else value for name, value in stored.items()}
+    save_file(released, base / "model.safetensors", {"format": "pt"})
+    built, settings = trained_model(base, "qwen3_vl_moe", targets=("experts", "attention"))
+    with generating(built.model):
+        wanted = logits_of(built.model, 100)
+    merged = merge_adapter(base, save(built, settings, tmp_path / "adapter", base), tmp_path / "merged")
+    shapes = {name: value.shape for name, value in load_file(merged / "model.safetensors").items()}
+    assert shapes == {name: value.shape for name, value in released.items()}
+    opened, info = type(model).from_pretrained(merged, output_loading_info=True)
+    assert not any(info.values()), info
+    torch.testing.assert_close(logits_of(opened, 100), wanted, atol=1e-4, rtol=1e-4)

@@ -15,10 +15,10 @@ TARGETS = {
 }
 
 
-def logits_of(model: torch.nn.Module) -> torch.Tensor:
+def logits_of(model: torch.nn.Module, vocab_size: int = 500) -> torch.Tensor:
     torch.manual_seed(0)
     with torch.no_grad():
-        result: torch.Tensor = model.eval()(input_ids=torch.randint(3, 500, (2, 12))).logits
+        result: torch.Tensor = model.eval()(input_ids=torch.randint(3, vocab_size, (2, 12))).logits
     return result
 
 
