@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from surefoot.errors import ModelError
 from surefoot.models.adapter import load_adapter_files, read_adapter, settings_of
-from surefoot.models.build import BuiltModel, build_model, meta_model, trainable_parameters
+from surefoot.models.build import BuiltModel, build_model, trainable_parameters
 from surefoot.models.export import merge_adapter
 from surefoot.models.lora import LoraSettings, find_targets
 from surefoot.models.peft_layout import find_unreadable
@@ -59,9 +59,8 @@ def stock(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def choose_targets(base: Path) -> list[tuple[str, ...]]:
+def choose_targets(model: PreTrainedModel) -> list[tuple[str, ...]]:
     """Return the sets of targets that a model has, without groups that are empty in it."""
-    model = meta_model(base)
 
     def has(group: str) -> bool:
         try:
@@ -85,12 +84,13 @@ def test_the_adapter_means_the_same_to_peft_and_in_a_merged_folder(name: str, tm
     base = tmp_path / "base"
     original = tiny_model(name)
     original.save_pretrained(base)
-    try:
-        built_models = {targets: train(base, targets) for targets in choose_targets(base)}
-    except ModelError as error:
-        assert name not in REPRESENTATIVE
-        pytest.skip(f"does not train: {error}")
-    for targets, (built, settings, expected) in built_models.items():
+    refusals = []
+    for targets in choose_targets(original):
+        try:
+            built, settings, expected = train(base, targets)
+        except ModelError as error:
+            refusals.append(str(error))
+            continue
         folder = tmp_path / "-".join(targets)
         folder.mkdir()
         adapter = save(built, settings, folder / "adapter", base)
@@ -116,3 +116,6 @@ def test_the_adapter_means_the_same_to_peft_and_in_a_merged_folder(name: str, tm
                     PeftModel.from_pretrained(stock(base, original), adapter)
             else:
                 assert_equal_logits(PeftModel.from_pretrained(stock(base, original), adapter), expected)
+    if refusals:
+        assert name not in REPRESENTATIVE
+        pytest.skip(f"not all of it trains: {refusals[0]}")
