@@ -130,11 +130,11 @@ class PeftLayout:
         return (as_model.mT if swapped else as_model).contiguous().float()
 
     def spell(self, key: str) -> str:
-        """Return the spelling of a key in files."""
+        """Return the spelling of a key in files; the key itself if PEFT finds it again in no spelling."""
         if LORA not in key or apply_renamings(key, self._renamings) == key:
             return key
         spelled: str = apply_renamings(key, self._back)
-        return spelled
+        return spelled if apply_renamings(spelled, self._renamings) == key else key
 
     def read_key(self, spelled: str) -> str:
         """Return the key that PEFT makes of a spelling, or the spelling itself if it makes none."""

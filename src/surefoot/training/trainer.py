@@ -57,8 +57,8 @@ UNNAMED_ENDS = (
 OTHER_REWARDS = "{}: changed since step {}; rewards from here on are of other functions"
 EXPERTS_LEFT_OUT = "target_modules: {} mean linear layers, and the experts of this model are none: add `experts`"
 UNREADABLE_BY_PEFT = (
-    "PEFT cannot adapt {} (one of {} such targets), so it will refuse this run's adapter. Surefoot reads it "
-    "(init_adapter, chat), and `surefoot export --merge` writes a model that transformers opens"
+    "PEFT cannot adapt {} (one of {} such targets): it will refuse this run's adapter or leave them out. Surefoot "
+    "reads it (init_adapter, chat), and `surefoot export --merge` writes a model that transformers opens"
 )
 
 
