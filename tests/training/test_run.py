@@ -17,7 +17,8 @@ import surefoot
 from surefoot.config import load_config
 from surefoot.errors import ConfigError, ModelError, StoppedOnFinding
 from surefoot.models.generate import generating
-from surefoot.training.trainer import ALL_LOGITS, EXPERTS_LEFT_OUT, UNREADABLE_BY_PEFT, train
+from surefoot.models.peft_layout import UNREADABLE_BY_PEFT
+from surefoot.training.trainer import ALL_LOGITS, EXPERTS_LEFT_OUT, train
 from tests.models.architectures import tiny_model
 from tests.support.data import counting_rows, write_jsonl
 from tests.support.models import MOE, SIZES

@@ -31,6 +31,11 @@ Source: _MOE_TARGET_MODULE_MAPPING in peft.utils.transformers_weight_conversion.
 REFUSED = dict.fromkeys(("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"), ("out_proj",))
 """Linear layers that PEFT adapts in no way, by model type.
 Source: _check_lora_target_modules_mamba in peft.tuners.tuners_utils."""
+UNREADABLE_BY_PEFT = (
+    "PEFT cannot adapt {} (one of {} such targets): it will refuse this run's adapter or leave them out. Surefoot "
+    "reads it (init_adapter, chat), and `surefoot export --merge` writes a model that transformers opens"
+)
+"""Notice of a run whose adapter PEFT cannot represent: the first of the targets, and their number."""
 LORA = ".lora_"
 OUTERMOST = "down_proj"
 """The stack whose wrapper is outside those of the module's other stacks: modules define it last."""

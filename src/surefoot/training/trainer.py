@@ -24,7 +24,7 @@ from surefoot.methods.training_data import RunData, open_data
 from surefoot.models.build import load_tokenizer, meta_model
 from surefoot.models.generate import end_tokens
 from surefoot.models.lora import experts_left_out, lora_settings
-from surefoot.models.peft_layout import find_unreadable
+from surefoot.models.peft_layout import UNREADABLE_BY_PEFT, find_unreadable
 from surefoot.models.resolve_model import fingerprint, resolve_model
 from surefoot.system.atomic_io import write_json, write_text
 from surefoot.system.process import StopSignal, launcher_number
@@ -56,10 +56,6 @@ UNNAMED_ENDS = (
 )
 OTHER_REWARDS = "{}: changed since step {}; rewards from here on are of other functions"
 EXPERTS_LEFT_OUT = "target_modules: {} mean linear layers, and the experts of this model are none: add `experts`"
-UNREADABLE_BY_PEFT = (
-    "PEFT cannot adapt {} (one of {} such targets): it will refuse this run's adapter or leave them out. Surefoot "
-    "reads it (init_adapter, chat), and `surefoot export --merge` writes a model that transformers opens"
-)
 
 
 @dataclass(frozen=True)
