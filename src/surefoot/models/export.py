@@ -207,6 +207,13 @@ class _Merger:
             for name in parameters
         }
         lost = sorted({*self._content.low_rank, *self._content.whole} - complete)
+        ties: dict[str, str] = self._layout.model.all_tied_weights_keys
+        if tied := next((name for name in lost if name in ties), None):
+            raise ModelError(
+                f"{self._folder}: {tied} and {ties[tied]} are one weight in {base}, and the adapter has a pair for "
+                "each of them, which cannot both be merged into it. Nothing was written. Use the adapter as it is, with "
+                "PEFT or `surefoot chat`."
+            )
         if lost:
             raise ModelError(
                 f"{self._folder}: {len(lost)} parts of the adapter found no weight in {base}, the first is {lost[0]}. "
