@@ -211,8 +211,8 @@ class _Merger:
         if tied := next((name for name in lost if name in ties), None):
             raise ModelError(
                 f"{self._folder}: {tied} and {ties[tied]} are one weight in {base}, and the adapter has a pair for "
-                "each of them, which cannot both be merged into it. Nothing was written. Use the adapter as it is, with "
-                "PEFT or `surefoot chat`."
+                "each of them, which cannot both be merged into it. Nothing was written. Use the adapter as it is: "
+                "PEFT and `surefoot chat` open it."
             )
         if lost:
             raise ModelError(
