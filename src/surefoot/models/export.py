@@ -2,7 +2,7 @@
 
 Merging holds one tensor in memory at a time, writing fully trained weights one decoder layer. The merged files have
 the base's names, shapes, types and layout (`stored_layout`): each base file's header is copied and its tensors follow,
-merged where the adapter has an update.
+merged where the adapter has an update. A quantised base is written in bfloat16.
 """
 
 import json
@@ -22,8 +22,10 @@ from transformers.core_model_loading import dot_natural_key, revert_weight_conve
 from surefoot.errors import ModelError
 from surefoot.models.adapter import read_contents
 from surefoot.models.build import load_config, meta_model
-from surefoot.models.resolve_model import weight_files
-from surefoot.models.safetensors_writer import INDEX, split_into_files, tensor_file
+from surefoot.models.checkpoint_weights import CheckpointWeights
+from surefoot.models.quantization.released import find_quantization
+from surefoot.models.resolve_model import read_json_object, weight_files
+from surefoot.models.safetensors_writer import INDEX, write_files
 from surefoot.models.stored_layout import Place, StoredLayout
 from surefoot.models.vision import vision_names
 from surefoot.system.atomic_io import new_folder, write_json
@@ -140,6 +142,7 @@ def merge_adapter(base: Path, adapter: Path, target: Path, finish: Callable[[Pat
     if not files:
         raise ModelError(f"{base} has no *.safetensors weights to merge into.")
     merger = _Merger(adapter, StoredLayout(base))
+    is_quantised = find_quantization(base / "config.json") is not None
     with new_folder(target) as temporary:
         if is_quantised:
             _merge_quantised(base, temporary, merger)
@@ -219,6 +222,22 @@ class _Merger:
                 f"{self._folder}: {len(lost)} parts of the adapter found no weight in {base}, the first is {lost[0]}. "
                 "Nothing was written. Is it the base this adapter was trained on?"
             )
+
+
+def _merge_quantised(base: Path, folder: Path, merger: _Merger) -> None:
+    """Write the weights of a quantised base, read back to bfloat16 and merged, and its config.json without it."""
+    stored = CheckpointWeights(base)
+    names = sorted(stored.weights, key=dot_natural_key)
+    specs = [
+        {name: torch.empty(stored.weights[name].shape, dtype=stored.get_dtype(name), device="meta")} for name in names
+    ]
+    write_files(folder, specs, lambda number: {names[number]: merger.merge(names[number], stored.read(names[number]))})
+    config = read_json_object(base / "config.json")
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict):
+            part.pop("quantization_config", None)
+            part |= dict.fromkeys({"dtype", "torch_dtype"} & part.keys(), "bfloat16")
+    write_json(folder / "config.json", config if "torch_dtype" in config else {**config, "dtype": "bfloat16"})
 
 
 def _merge_file(source: Path, target: Path, merger: _Merger) -> None:

@@ -5,14 +5,13 @@ transformers loads are known here.
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -26,8 +25,8 @@ from transformers.core_model_loading import (
 )
 
 from surefoot.errors import ModelError
+from surefoot.models.checkpoint_weights import CheckpointWeights
 from surefoot.models.pretrained import meta_model
-from surefoot.models.resolve_model import weight_files
 
 
 @dataclass(frozen=True)
@@ -117,12 +116,12 @@ class StoredLayout:
         """Read the tensors that have these names in the model."""
         tensors: dict[str, Tensor] = {}
         converters: dict[tuple[str, ...], WeightConverter] = {}
-        for stored, path in sorted(self._list_stored() if wanted else (), key=lambda item: dot_natural_key(item[0])):
+        weights = CheckpointWeights(self._base) if wanted else None
+        for stored in sorted(weights.weights if weights is not None else (), key=dot_natural_key):
             place = self.find_place(stored)
-            if set(place.parameters).isdisjoint(wanted):
+            if weights is None or set(place.parameters).isdisjoint(wanted):
                 continue
-            with safe_open(path, framework="pt") as file:
-                tensor = file.get_tensor(stored)
+            tensor = weights.read(stored)
             if place.converter is None:
                 tensors[place.parameters[0]] = tensor
             else:
@@ -133,9 +132,3 @@ class StoredLayout:
             converted = converter.convert(parameters[0], model=self.model, config=self.model.config)
             tensors |= {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
         return {name: tensor for name, tensor in tensors.items() if name in wanted}
-
-    def _list_stored(self) -> Iterator[tuple[str, Path]]:
-        for path in weight_files(self._base):
-            with safe_open(path, framework="pt") as file:
-                names: list[str] = list(file.keys())
-            yield from ((name, path) for name in names)

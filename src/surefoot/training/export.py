@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surefoot.config import RunConfig, read_saved
 from surefoot.data.render import answer_ends
 from surefoot.errors import ConfigError, ModelError
+from surefoot.events import Emit, Notice
 from surefoot.models.adapter import (
     CONFIG,
     base_name,
@@ -18,14 +19,15 @@ from surefoot.models.adapter import (
     tensors_beside,
     write_adapter,
 )
+from surefoot.models.attention import own_implementation
 from surefoot.models.build import build_model, load_tokenizer, meta_model, trainable_parameters
 from surefoot.models.checkpoint_weights import check_weights_fill
 from surefoot.models.dtensor_blocks import load_full
 from surefoot.models.export import in_layers, merge_adapter, name_ends, untrained_names, write_model
 from surefoot.models.generate import end_tokens
 from surefoot.models.lora import LoraSettings, lora_settings
-from surefoot.models.pretrained import check_weights_fill
-from surefoot.models.resolve_model import local_path, resolve_model
+from surefoot.models.quantization.released import find_quantization
+from surefoot.models.resolve_model import folder_here, local_path, resolve_model
 from surefoot.models.stored_layout import StoredLayout
 from surefoot.models.vision import attention_of
 from surefoot.system.atomic_io import new_folder
