@@ -85,6 +85,17 @@ def test_a_header_behind_a_result_that_the_prompt_lacks_is_not_trained() -> None
     assert text.text[text.spans[1].begin : text.spans[1].end] == "yes<|im_end|>"
 
 
+def test_an_empty_answer_ends_at_its_own_end() -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content %}: {{ m.content }}{% endif %}<|im_end|>\n"
+        "{% endfor %}{{ '<|im_start|>assistant\n' if add_generation_prompt else eos_token }}"
+    )
+    eos = "<|endoftext|>"
+    source = TemplateSource(template, template, {"eos_token": eos}, ("<|im_start|>", "<|im_end|>", eos), eos, "")
+    text = ChatTemplate(source).render(Conversation((ASKED, Message("assistant", ""))))
+    assert [text.text[span.begin : span.end] for span in text.spans] == ["<|im_end|>"]
+
+
 def test_results_of_gemma_4_are_not_trained() -> None:
     call = '<|tool_call>call:weather{city:<|"|>Oslo<|"|>}<tool_call|><|tool_response>'
     assert trained("gemma4", ASKED, CALLED, SHOWN, ANSWERED, has_tool=True) == [call, "yes<turn|>"]
