@@ -208,8 +208,8 @@ def describe(name: str) -> str:
 
 
 CHINESE = {
-    "yes": "有",
-    "no": "无",
+    "yes": "是",
+    "no": "否",
     "in the system message": "写在系统消息里",
     "several": "多个",
     "one": "一个",
