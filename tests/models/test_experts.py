@@ -45,9 +45,12 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextExperts
 from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
+from surefoot.errors import ModelError
 from surefoot.models import grouped_gemm
+from surefoot.models.build import build_model
 from surefoot.models.expert_layouts import expert_stacks, layout_of
 from surefoot.models.experts import experts_forward, plug_in
+from surefoot.models.lora import LoraSettings
 from surefoot.models.quantization.base import keep_stored
 from surefoot.models.routing import keep_routing_on_recompute
 from tests.support import expert_models
@@ -352,3 +355,10 @@ def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
                 rtol=1e-4,
                 msg=lambda text, at=(kind, trained, layout, name): f"{at}: {text}",
             )
+
+
+def test_checkpointing_of_a_model_that_cannot_recompute_is_refused(tmp_path: Path) -> None:
+    expert_models.build("jetmoe", "full").save_pretrained(tmp_path)
+    lora = LoraSettings(rank=4, alpha=8, targets=("all",))
+    with pytest.raises(ModelError, match="gradient_checkpointing: .*JetMoeForCausalLM"):
+        build_model(tmp_path, lora=lora, device=torch.device("cpu"), dtype=torch.float32, gradient_checkpointing=True)

@@ -211,6 +211,11 @@ def _prepare_for_training(
 ) -> BuiltModel:
     model.train()
     routing = RoutingRecorder(model)
+    if gradient_checkpointing and not model.supports_gradient_checkpointing:
+        raise ModelError(
+            f"gradient_checkpointing: transformers' {type(model).__name__} cannot recompute its layers. "
+            "Set gradient_checkpointing: false."
+        )
     if gradient_checkpointing:
         keep_first = keep_routing_on_recompute if routing.names else keep_layout_on_recompute
         options: dict[str, Any] = {"use_reentrant": False, "context_fn": keep_first}
