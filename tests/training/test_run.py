@@ -18,7 +18,8 @@ from surefoot.config import load_config
 from surefoot.errors import ConfigError, ModelError, StoppedOnFinding
 from surefoot.models.generate import generating
 from surefoot.models.peft_layout import UNREADABLE_BY_PEFT
-from surefoot.training.trainer import ALL_LOGITS, EXPERTS_LEFT_OUT, train
+from surefoot.training.model_notices import ALL_LOGITS, EXPERTS_LEFT_OUT
+from surefoot.training.trainer import train
 from tests.models.architectures import tiny_model
 from tests.support.data import counting_rows, write_jsonl
 from tests.support.models import MOE, SIZES
