@@ -1,10 +1,10 @@
-# make demo | test | fuzz | test-matrix | test-vllm | campaign | lint | check | docs | bench: each builds what it needs; only Python 3.11+, git and make must be there.
+# make demo | test | fuzz | test-matrix | test-models | test-vllm | campaign | lint | check | docs | bench: each builds what it needs; only Python 3.11+, git and make must be there.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test fuzz test-matrix test-vllm campaign lint check docs bench clean
+.PHONY: demo test fuzz test-matrix test-models test-vllm campaign lint check docs bench clean
 
 demo: $(VENV)/.run
 	$(BIN)/python examples/demo.py demo
@@ -14,7 +14,7 @@ demo: $(VENV)/.run
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.dev
-	$(PYTEST) -m "not matrix and not campaign and not vllm"
+	$(PYTEST) -m "not matrix and not campaign and not vllm and not models"
 
 # Random examples for ten minutes; a failure prints the seed, which SUREFOOT_FUZZ_SEED repeats.
 fuzz: $(VENV)/.dev
@@ -22,6 +22,13 @@ fuzz: $(VENV)/.dev
 
 test-matrix: $(VENV)/.dev
 	$(PYTEST) -m matrix
+
+# A tiny model of every architecture of transformers, and the page that lists them. `test` runs one per kind of layer.
+test-models: $(VENV)/.dev
+	rm -rf build/models && mkdir -p build/models
+	SUREFOOT_MODEL_RESULTS=$(CURDIR)/build/models $(PYTEST) --dist load tests/models/test_architectures.py
+	$(BIN)/python docs/list_models.py build/models
+	$(PYTEST) -m models tests/distributed/test_architecture_ranks.py
 
 # With a real vLLM server, which has a virtual environment of its own: it wants another transformers.
 test-vllm: $(VENV)/.dev .venv-vllm/.done
@@ -41,7 +48,7 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 check: lint
-	$(BIN)/python -m pytest -m "not slow and not matrix and not campaign and not vllm"
+	$(BIN)/python -m pytest -m "not slow and not matrix and not campaign and not vllm and not models"
 
 # The pages of docs/ as a site with search, in build/site. Generated pages first; a warning is an error.
 docs: $(VENV)/.docs

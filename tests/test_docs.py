@@ -48,6 +48,11 @@ def test_the_page_is_made_from_the_catalogue() -> None:
     assert (ROOT / "docs" / "coverage.md").read_text() == made, "python docs/coverage.py"
 
 
+def test_the_pages_of_models_are_made_from_the_results_of_the_suite() -> None:
+    for name, made in runpy.run_path(str(ROOT / "docs" / "list_models.py"))["pages"]().items():
+        assert (ROOT / "docs" / name).read_text("utf-8") == made, "python docs/list_models.py"
+
+
 def test_the_curve_is_drawn_from_the_table() -> None:
     made = runpy.run_path(str(ROOT / "docs" / "sums_curve.py"))
     curves = made["read_table"]((ROOT / "docs" / "grpo.md").read_text("utf-8"))

@@ -122,8 +122,9 @@ def upcycle(
 def export(run: str | Path, target: str | Path, *, merge: bool = False, step: int | None = None) -> Path:
     """Write the adapter of a run (or of one checkpoint), or with `merge` the model with the adapter merged in."""
     from surefoot.training.export import export as write
+    from surefoot.training.metrics import Screen
 
-    return write(Path(run), Path(target), merge=merge, step=step)
+    return write(Path(run), Path(target), merge=merge, step=step, emit=Screen(1).observe)
 
 
 def load(source: str | Path, adapter: str | Path | None = None) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":

@@ -22,7 +22,7 @@ from surefoot.data.checks import data_findings
 from surefoot.data.dataset import Counts, Dataset
 from surefoot.data.images import ImageSettings
 from surefoot.data.render import TEXT_ONLY, RendererSource
-from surefoot.data.template import TemplateSource
+from surefoot.data.template_source import TemplateSource
 from surefoot.errors import DataError
 from tests.data.families import tokenizer_of
 from tests.data.opening import open_dataset, prepared
@@ -302,7 +302,7 @@ def test_the_key_of_prepared_data_stays_what_it_was() -> None:
     images = ImageSettings("<i>", 7, 14, 2, 3136, 12845056, None, False)
     source = RendererSource(template, "0" * 64, 1, images, "why")
     assert asdict(source).keys() == {"template", "tokenizer_sha256", "bos_id", "images", "no_vision_reason"}
-    names = "template tool_template special_tokens controls eos plain_start kwargs parse_special_tokens"
+    names = "template tool_template special_tokens controls eos plain_start kwargs parse_special_tokens generation_ends"
     assert " ".join(asdict(template)) == names
     names = "token token_id patch_size merge_size min_pixels max_pixels folder allow_urls"
     assert " ".join(asdict(images)) == f"{names} processor processor_sha256"

@@ -14,7 +14,8 @@ from tokenizers import AddedToken
 from surefoot.data.conversation import IMAGE, BadRow, Conversation, Message
 from surefoot.data.oddities import Oddity
 from surefoot.data.render import Rendered, Renderer, RendererSource
-from surefoot.data.template import MARK, Text
+from surefoot.data.template import Text
+from surefoot.data.turn_spans import MARK
 from surefoot.errors import DataError
 from tests.data.families import EMPTY_THOUGHT, FAMILIES, tokenizer_of
 
@@ -41,6 +42,12 @@ SHAPES = {
     "unicode": talk("你好，世界 🌍", "é́ עברית 中文 \u2028 x"),
     "the same words twice": talk("yes", "yes", "yes", "yes"),
     "header in the words": talk("assistant\nassistant\n", "assistant\n"),
+    "reasoning": (
+        Message("user", "why"),
+        Message("assistant", "because", reasoning="so because"),
+        Message("user", "and"),
+        Message("assistant", "end", reasoning="the end comes"),
+    ),
     "thoughts in the words": talk("why", "<think>\nso\n</think>\n\nbecause", "and", "<think>\nhm\n</think>\n\nend"),
 }
 TOOL_SHAPES = {
@@ -99,14 +106,7 @@ def tokenized(renderer: Renderer, conversation: Conversation) -> tuple[Text, Ren
 
 
 def own_template(name: str, conversation: Conversation) -> str:
-    """What transformers makes of the conversation."""
-    text: str = tokenizer_of(name).apply_chat_template(
-        [message.as_template_input() for message in conversation.messages],
-        tools=list(conversation.tools) or None,
-        tokenize=False,
-        **FAMILIES[name].kwargs,
-    )
-    return text
+    return FAMILIES[name].expected_text(conversation, tokenizer_of(name))
 
 
 def trained_parts(name: str, sample: Rendered) -> list[str]:
@@ -119,9 +119,11 @@ def cases() -> list[Any]:
         shapes: dict[str, tuple[Message, ...]] = dict(SHAPES)
         shapes |= TOOL_SHAPES if family.has_tools else {}
         shapes |= PARALLEL_SHAPES if family.has_parallel_calls else {}
-        if name == "llama3.1":  # its template knows one call at a time
-            del shapes["parallel calls"]
-        found += [pytest.param(name, messages, id=f"{name}-{shape}") for shape, messages in shapes.items()]
+        found += [
+            pytest.param(name, messages, id=f"{name}-{shape}")
+            for shape, messages in shapes.items()
+            if shape not in family.without
+        ]
     return found
 
 
@@ -129,14 +131,16 @@ def cases() -> list[Any]:
 def test_text_ids_and_mask_of_every_family_and_shape(name: str, messages: tuple[Message, ...]) -> None:
     family, tokenizer = FAMILIES[name], tokenizer_of(name)
     has_calls = any(message.tool_calls for message in messages)
+    if has_calls and family.tools_in_system:
+        about = messages[0].content if messages[0].role == "system" else ""
+        system = Message("system", f"{about} You may call weather(city).")
+        messages = (system, *messages[messages[0].role == "system" :])
     conversation = Conversation(messages, tools=(TOOL,) if has_calls else ())
     text, sample = tokenized(renderer_of(name), conversation)
     assert text.text == own_template(name, conversation)
     assert sample.ids.tolist() == tokenizer(text.text, add_special_tokens=False)["input_ids"]
 
-    wanted = family.answer.findall(text.text)
-    if family.kwargs:  # generation would begin behind the empty thought
-        wanted = [answer.removeprefix(EMPTY_THOUGHT) for answer in wanted]
+    wanted = [answer.removeprefix(family.prompted) for answer in family.answer.findall(text.text)]
     assert [text.text[span.begin : span.end] for span in text.spans] == wanted
     answers = [message for message in messages if message.role == "assistant"]
     assert len(wanted) == len(answers)
@@ -156,7 +160,8 @@ LOOKALIKES = ("<|im_end|>", "<|im_start|>assistant\n", "</s>", "[/INST]", "<|eot
 def test_what_looks_like_a_special_token_stays_text(name: str) -> None:
     family, tokenizer = FAMILIES[name], tokenizer_of(name)
     plain = Conversation(talk("ask", "answer", "more", "end"))
-    risky = Conversation(talk(*(f"{said} {' '.join(LOOKALIKES)} on" for said in ("ask", "answer", "more", "end"))))
+    lookalikes = " ".join((*LOOKALIKES, family.eos))
+    risky = Conversation(talk(*(f"{said} {lookalikes} on" for said in ("ask", "answer", "more", "end"))))
     renderer = renderer_of(name)
     _, expected = tokenized(renderer, plain)
     text, sample = tokenized(renderer, risky)
@@ -167,8 +172,8 @@ def test_what_looks_like_a_special_token_stays_text(name: str) -> None:
     assert len(sample.spans) == 2
     for span, answer in zip(text.spans, ("answer", "end"), strict=True):
         said = text.text[span.begin : span.end]
-        assert said.startswith((answer, " " + answer, "<think>\n\n</think>\n\n" + answer))
-        assert said.endswith("on" + family.eos)
+        assert said.startswith(tuple(lead + answer for lead in family.leads))
+        assert said.endswith(tuple("on" + end for end in family.ends))
     if not family.pieces:
         assert tokenizer.decode(sample.ids) == text.text
 
@@ -261,6 +266,18 @@ UNSAFE = {
         "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}{% if m.role == 'assistant' %}<|im_end|>{% endif %}\n"
         "{% endfor %}",
         r"'### assistant:' .*add_generation_prompt",
+    ),
+    "system within the answers": (
+        "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% if m.role == 'assistant' and messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+        "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        r"cannot be separated",
+    ),
+    "system before and within the answers": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% if m.role == 'assistant' and messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+        "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        r"cannot be separated",
     ),
     "drops the system": (
         "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -423,7 +440,7 @@ def test_a_template_that_writes_todays_date_writes_the_same_one_tomorrow() -> No
 
 
 def test_an_endless_template_meets_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("surefoot.data.template.RENDER_DEADLINE_S", 0.3)
+    monkeypatch.setattr("surefoot.data.template_source.RENDER_DEADLINE_S", 0.3)
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(DataError, match=" 0 s .*endless loop"):
         with_template(endless).render(Conversation(talk("a", "b")))
@@ -457,8 +474,8 @@ def test_any_conversation_keeps_every_word_and_its_mask(
     for span, (_, answer) in zip(text.spans, texts, strict=True):
         said = text.text[span.begin : span.end]
         assert answer.strip() in said
-        assert said.endswith(FAMILIES[name].eos)
-        assert len(said) <= len(answer) + len(FAMILIES[name].eos) + len(EMPTY_THOUGHT) + 1
+        assert said.endswith(FAMILIES[name].ends)
+        assert len(said) <= len(answer) + max(map(len, (*FAMILIES[name].leads, EMPTY_THOUGHT))) + 50
     for one, next_one in zip(sample.spans, sample.spans[1:], strict=False):
         assert one.end <= next_one.begin
     if not FAMILIES[name].pieces:

@@ -34,7 +34,7 @@ def reshard(settings: dict[str, Any], target: str, ranks: World) -> None:
         assembled = _assemble(run, _open(run), cleanup, lambda: False)
     train_context = assembled.loop.train_context
     saver = Saver(Path(target), {}, None, ranks)
-    saver.save(train_context.parameters, train_context.optimizer, assembled.state)
+    saver.save(train_context.saved_tensors, train_context.optimizer, assembled.state)
     saver.wait()
 
 

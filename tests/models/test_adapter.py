@@ -18,6 +18,7 @@ from surefoot.models.build import trainable_parameters
 from surefoot.models.export import merge_adapter
 from surefoot.models.generate import generating
 from surefoot.models.lora import LoraSettings
+from tests.models.architectures import tiny_model
 from tests.support.adapters import logits_of, save, trained_model
 
 KINDS = ["mixtral", "qwen2_moe", "qwen3_moe", "qwen2", "llama"]
@@ -72,7 +73,7 @@ def test_reading_gives_back_what_was_written(kind: str, model_folder: Callable[[
     built, settings = trained_model(base, kind)
     adapter = save(built, settings, tmp_path / "adapter", base)
     parameters = trainable_parameters(built.model)
-    values = read_adapter(adapter, {name: p.shape for name, p in parameters.items()}, settings)
+    values = read_adapter(adapter, {name: p.shape for name, p in parameters.items()}, settings, built.model)
     assert values.keys() == parameters.keys()
     assert all(torch.equal(values[name], parameters[name]) for name in values)
 
@@ -112,12 +113,12 @@ def test_an_adapter_of_other_settings_is_refused(model_folder: Callable[[str], P
     adapter = save(built, settings, tmp_path / "adapter", base)
     shapes = {name: p.shape for name, p in trainable_parameters(built.model).items()}
     with pytest.raises(ModelError, match=r"lora_rank=2 .* 4\b"):
-        read_adapter(adapter, shapes, LoraSettings(rank=2, alpha=8))
+        read_adapter(adapter, shapes, LoraSettings(rank=2, alpha=8), built.model)
     fewer = {name: shape for name, shape in shapes.items() if "q_proj" in name}
     with pytest.raises(ModelError, match="also adapts"):
-        read_adapter(adapter, fewer, settings)
+        read_adapter(adapter, fewer, settings, built.model)
     with pytest.raises(ModelError, match=r"PEFT adapter.*adapter_config\.json"):
-        read_adapter(tmp_path, shapes, settings)
+        read_adapter(tmp_path, shapes, settings, built.model)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,7 @@ def test_adapters_that_would_be_read_wrongly_are_refused(
     if changes.keys() & {"init_lora_weights", "alpha_pattern", "use_dora", "bias", "peft_type"}:
         shapes = {name: p.shape for name, p in trainable_parameters(built.model).items()}
         with pytest.raises(ModelError, match=reason):
-            read_adapter(adapter, shapes, settings)
+            read_adapter(adapter, shapes, settings, built.model)
 
 
 def test_adapters_of_inits_that_leave_the_base_alone_are_read(
@@ -190,7 +191,7 @@ def test_a_pair_of_other_shapes_is_not_turned_round(model_folder: Callable[[str]
     save_file(turned, adapter / "adapter_model.safetensors")
     shapes = {name: p.shape for name, p in trainable_parameters(built.model).items()}
     with pytest.raises(ModelError, match=r"\(\d+, 4\) .*\(4, \d+\)"):
-        read_adapter(adapter, shapes, settings)
+        read_adapter(adapter, shapes, settings, built.model)
     with pytest.raises(ModelError, match="pair of rank 4"):
         merge_adapter(base, adapter, tmp_path / "merged")
 
@@ -211,3 +212,25 @@ def test_broken_adapters_and_bases_are_named(
         path.write_bytes(part)
         with pytest.raises(ModelError, match=rf"{path.name}: "):
             merge_adapter(base, adapter, tmp_path / "merged")
+
+
+def test_experts_that_are_stored_transposed_stay_so_in_a_merged_folder(tmp_path: Path) -> None:
+    """Releases of Qwen3-VL-MoE hold the experts' stacks as [E, in, out], and transformers writes [E, out, in]."""
+    torch.manual_seed(0)
+    model = tiny_model("qwen3_vl_moe")
+    base = tmp_path / "base"
+    model.save_pretrained(base)
+    stored = load_file(base / "model.safetensors")
+    stacks = {name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))}
+    assert len(stacks) == 4
+    released = {name: value.mT.contiguous() if name in stacks else value for name, value in stored.items()}
+    save_file(released, base / "model.safetensors", {"format": "pt"})
+    built, settings = trained_model(base, "qwen3_vl_moe", targets=("experts", "attention"))
+    with generating(built.model):
+        wanted = logits_of(built.model, 100)
+    merged = merge_adapter(base, save(built, settings, tmp_path / "adapter", base), tmp_path / "merged")
+    shapes = {name: value.shape for name, value in load_file(merged / "model.safetensors").items()}
+    assert shapes == {name: value.shape for name, value in released.items()}
+    opened, info = type(model).from_pretrained(merged, output_loading_info=True)
+    assert not any(info.values()), info
+    torch.testing.assert_close(logits_of(opened, 100), wanted, atol=1e-4, rtol=1e-4)

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCa
 import surefoot
 from surefoot.models import safetensors_writer
 from surefoot.models.build import meta_model
-from surefoot.models.export import _get_layer, in_layers, read_untrained, write_model
+from surefoot.models.export import _get_layer, in_layers, untrained_names, write_model
+from surefoot.models.stored_layout import StoredLayout
 from surefoot.training.sharded_tensors import ShardedTensors
 
 
@@ -109,7 +110,7 @@ def test_what_a_model_keeps_in_float32_stays_so_and_buffers_are_exported(tmp_pat
     model.generation_config.do_sample = True
     base = tmp_path / "base"
     model.save_pretrained(base)
-    buffers = read_untrained(base, dict(model.named_parameters()))
+    buffers = StoredLayout(base).read(untrained_names(model, dict(model.named_parameters())))
     assert buffers.keys() == {bias}
     tensors = {**{name: p.detach().float() for name, p in model.named_parameters()}, **buffers}
     names = in_layers(tensors)

@@ -7,11 +7,28 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import (
+    DbrxConfig,
+    DbrxForCausalLM,
+    DogeConfig,
+    DogeForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    JetMoeConfig,
+    JetMoeForCausalLM,
+    LongcatFlashConfig,
+    LongcatFlashForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+)
+from transformers.pytorch_utils import Conv1D
 
 from surefoot.errors import ModelError
 from surefoot.models.build import build_model, trainable_parameters
 from surefoot.models.generate import generating
-from surefoot.models.lora import LoraLinear, LoraSettings, attach, find_targets, initial_value, perturbed_lora
+from surefoot.models.lora import LoraSettings, attach, find_targets, initial_value, perturbed_lora
+from surefoot.models.lora_linear import adopt
 from tests.support.models import make_model
 
 CPU = torch.device("cpu")
@@ -26,7 +43,7 @@ def test_linear_gradients_equal_plain_autograd() -> None:
     for bias in (True, False):
         linear = nn.Linear(12, 20, bias=bias)
         linear.requires_grad_(False)
-        LoraLinear.adopt(linear, settings())
+        adopt(linear, rank=4, scaling=2.0, dropout=0.0)
         nn.init.normal_(linear.lora_A)
         nn.init.normal_(linear.lora_B)
         x = torch.randn(3, 5, 12, requires_grad=True)
@@ -41,9 +58,31 @@ def test_linear_gradients_equal_plain_autograd() -> None:
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 1e-9])
+def test_a_layer_with_a_transposed_weight_computes_what_its_transpose_does(dropout: float) -> None:
+    torch.manual_seed(0)
+    layer = Conv1D(20, 12)
+    nn.init.normal_(layer.bias)
+    layer.requires_grad_(False)
+    adopt(layer, rank=4, scaling=2.0, dropout=dropout)
+    assert layer.lora_A.shape == (4, 12)
+    assert layer.lora_B.shape == (20, 4)
+    nn.init.normal_(layer.lora_A)
+    nn.init.normal_(layer.lora_B)
+    x = torch.randn(3, 5, 12, requires_grad=True)
+    wanted = x @ layer.weight + layer.bias + 2.0 * x @ layer.lora_A.t() @ layer.lora_B.t()
+    found = layer(x)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    scores, inputs = torch.randn_like(wanted), [x, layer.lora_A, layer.lora_B]
+    for ours, theirs in zip(
+        torch.autograd.grad(found, inputs, scores), torch.autograd.grad(wanted, inputs, scores), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
+
+
 def test_dropout_acts_in_training_only() -> None:
     linear = nn.Linear(64, 8)
-    LoraLinear.adopt(linear, settings(dropout=0.5))
+    adopt(linear, rank=4, scaling=2.0, dropout=0.5)
     nn.init.normal_(linear.lora_A)
     nn.init.normal_(linear.lora_B)
     x = torch.randn(4, 64)
@@ -96,6 +135,69 @@ def test_groups_and_names(target: str, linears: int, experts: int, routers: int)
     found = find_targets(make_model("qwen2_moe"), [target])
     assert (len(found.linears), len(found.experts), len(found.routers)) == (linears, experts, routers)
     assert not any("shared_expert_gate" in name for name in found.linears)
+
+
+def gpt2() -> PreTrainedModel:
+    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=64))
+
+
+def opt() -> PreTrainedModel:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48}
+    return OPTForCausalLM(OPTConfig(**sizes, num_attention_heads=4, vocab_size=64))
+
+
+def dbrx() -> PreTrainedModel:
+    ffn = {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}
+    attention = {"kv_n_heads": 2, "rope_theta": 10000.0}
+    config = DbrxConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=64, ffn_config=ffn, attn_config=attention)
+    return DbrxForCausalLM(config)
+
+
+def jetmoe() -> PreTrainedModel:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "kv_channels": 8}
+    return JetMoeForCausalLM(JetMoeConfig(**sizes, num_key_value_heads=2, num_local_experts=4, vocab_size=64))
+
+
+def longcat() -> PreTrainedModel:
+    sizes = {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 24}
+    heads = {"num_attention_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    experts = {"n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2}
+    return LongcatFlashForCausalLM(LongcatFlashConfig(**sizes, **heads, **experts, qk_rope_head_dim=8, vocab_size=64))
+
+
+@pytest.mark.parametrize(
+    ("make", "attention", "mlp", "experts"),
+    [(gpt2, 4, 4, 0), (opt, 8, 4, 0), (dbrx, 4, 0, 6), (jetmoe, 2, 0, 8), (longcat, 10, 6, 2)],
+)
+def test_groups_of_models_with_other_names(
+    make: Callable[[], PreTrainedModel], attention: int, mlp: int, experts: int
+) -> None:
+    model = make()
+    found = find_targets(model, ["all"])
+    assert (len(found.linears), len(found.experts)) == (attention + mlp, experts)
+    assert not any("router" in name for name in found.linears)
+    for group, count in (("attention", attention), ("mlp", mlp), ("experts", experts)):
+        if count:
+            matched = find_targets(model, [group])
+            assert len(matched.linears) + len(matched.experts) == count
+
+
+def test_experts_that_are_modules_of_their_own_are_linear_layers_of_the_group_experts() -> None:
+    model = make_model("llama")
+    for layer in model.model.layers:
+        layer.mlp.experts = nn.ModuleList(type(layer.mlp)(model.config) for _ in range(3))
+    found = find_targets(model, ["experts"])
+    assert len(found.linears) == 2 * 3 * 3
+    assert not found.experts
+    assert len(find_targets(model, ["all"]).linears) == len(find_targets(model, ["mlp", "attention"]).linears) + 18
+
+
+def test_experts_that_cannot_be_adapted_say_why() -> None:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64}
+    model = DogeForCausalLM(DogeConfig(**sizes, is_moe=True, num_experts=16, num_experts_per_tok=4))
+    with pytest.raises(ModelError, match=r"'experts' is empty in DogeForCausalLM \(an expert is one row"):
+        find_targets(model, ["experts"])
+    assert find_targets(model, ["mlp"]).linears
 
 
 def test_a_target_that_matches_nothing_names_the_nearest() -> None:

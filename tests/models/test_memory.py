@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.support.quantised import release
+
 MEASURE = r"""
 import json, re, sys
 from pathlib import Path
@@ -52,3 +54,61 @@ def test_upcycling_and_fusing_experts_hold_one_layer_extra_at_most(tmp_path: Pat
     a_layer = bytes_of["held"] / layers
     assert bytes_of["upcycle"] < 2 * a_layer  # the layer that is written, and what it is made of
     assert bytes_of["load"] < bytes_of["held"] + a_layer
+
+
+BESIDE_BYTES = 12 << 20
+"""Upper bound of what building a model of a few modules takes besides its weights."""
+QUANTISED = r"""
+import gc, json, re, sys
+from pathlib import Path
+import torch
+from surefoot.models.build import build_model
+from surefoot.models.checkpoint_weights import CheckpointWeights
+from surefoot.models.lora import LoraSettings
+
+def resident(name):
+    return int(re.search(name + r":\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+def load(folder):
+    lora = LoraSettings(rank=2, alpha=4, targets=("attention",))
+    model = build_model(folder, lora=lora, device=torch.device("cpu"), dtype=torch.bfloat16).model
+    return list(model.parameters())
+
+def read(folder):
+    stored = CheckpointWeights(folder)
+    return [stored.read(name) for name, weight in stored.weights.items() if weight.is_quantised]
+
+run = {"load": load, "read": read}[sys.argv[2]]
+run(Path(sys.argv[1]))  # the allocator keeps some of what it has for the second time
+gc.collect()
+Path("/proc/self/clear_refs").write_text("5")
+before = resident("VmRSS")
+held = run(Path(sys.argv[1]))
+sizes = [tensor.nbytes for tensor in held]
+print(json.dumps({"peak": resident("VmHWM") - before, "held": sum(sizes), "largest": max(sizes)}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "sizes", "how"),
+    [
+        ("fp8", {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 1}, "load"),
+        ("fp8-experts", {"hidden_size": 1024, "moe_intermediate_size": 1536}, "load"),
+        ("int4", {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 1}, "load"),
+        ("mxfp4", {"hidden_size": 1024, "intermediate_size": 1024}, "read"),
+    ],
+)
+def test_reading_quantised_weights_holds_one_tensor_extra_at_most(
+    name: str, sizes: dict[str, int], how: str, tmp_path: Path
+) -> None:
+    if name.startswith("int"):
+        pytest.importorskip("compressed_tensors")
+    folder = release(name, tmp_path / "model", **sizes)
+    done = subprocess.run(
+        [sys.executable, "-c", QUANTISED, str(folder), how], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert found["largest"] > BESIDE_BYTES
+    assert found["peak"] < found["held"] + found["largest"] + BESIDE_BYTES

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,8 +29,10 @@ from surefoot.models.routing import (
     RoutingRecorder,
     check_recorded,
     expert_counts,
+    keep_routing_on_recompute,
     load_balancing_loss,
 )
+from tests.support import expert_models
 from tests.support.models import make_model
 
 LORA = LoraSettings(rank=4, alpha=8, targets=("attention", "experts", "router"))
@@ -295,3 +298,82 @@ def test_the_reference_goes_its_own_ways(model_folder: Callable[[str], Path]) ->
         found.append((batch.reference_logprobs, losses.detach()))
     assert torch.equal(found[0][0], found[1][0])
     assert not torch.equal(found[0][1], found[1][1])
+
+
+def sent_to(model: nn.Module, tokens: int) -> list[torch.Tensor]:
+    """Collect, in the order of the forward, the experts [T, K] that each module of experts gets, sorted per token."""
+    sent: list[torch.Tensor] = []
+
+    def keep(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if len(inputs) == 1:  # a copy of all tokens for each expert
+            chosen = inputs[0].view(-1, tokens, inputs[0].shape[-1]).any(-1).t()
+            sent.append(chosen.nonzero()[:, 1].view(tokens, -1))
+        else:
+            sent.append(inputs[1].sort(-1).values)
+
+    for module in model.modules():
+        if type(module).__name__.endswith("Experts"):
+            module.register_forward_pre_hook(keep)
+    return sent
+
+
+@pytest.mark.parametrize("kind", sorted(expert_models.CONFIGS.keys() - {"dbrx", "jetmoe"}))
+def test_routers_of_every_form_report_where_they_send_tokens(kind: str) -> None:
+    model = expert_models.build(kind, "full")
+    recorder = RoutingRecorder(model)
+    sent = sent_to(model, expert_models.TOKENS)
+    with recorder.recording() as layers:
+        expert_models.loss_of(model)
+    assert len(layers) == len(recorder.names) == len(sent) > 0
+    for layer, experts in zip(layers, sent, strict=True):
+        assert torch.equal(layer.index.sort(-1).values, experts)
+        assert layer.logits.shape == (expert_models.TOKENS, recorder.num_experts)
+
+
+def test_rows_that_routers_sort_by_expert_are_counted_in_the_order_of_the_forward() -> None:
+    model = expert_models.build("jetmoe", "full")
+    recorder = RoutingRecorder(model)
+    sizes: list[list[int]] = []
+    for module in model.modules():
+        if type(module).__name__ == "JetMoeTopKGating":
+            module.register_forward_hook(lambda _module, _inputs, output: sizes.append(output[3]))
+    with recorder.recording() as layers:
+        expert_models.loss_of(model)
+    assert ["attention" in name for name in recorder.names] == [True, False, True, False]
+    assert expert_counts(layers, 4).tolist() == sizes
+    with torch.no_grad():
+        for layer in layers:
+            best = layer.logits.topk(2).indices
+            assert torch.equal(layer.index.sort(-1).values, best.sort(-1).values)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss", "longcat", "llama4"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_replay_reaches_the_experts_whatever_the_router_chooses_before(kind: str, checkpointing: bool) -> None:
+    model = expert_models.build(kind, "full")
+    if checkpointing:
+        options = {"use_reentrant": False, "context_fn": keep_routing_on_recompute}
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    recorder = RoutingRecorder(model)
+    assert recorder.num_experts is not None
+    shape = (expert_models.TOKENS, len(recorder.names), recorder.num_experts)
+    wanted = torch.rand(shape, generator=torch.Generator().manual_seed(0)).argsort(-1)[..., :2]
+    sent = sent_to(model, expert_models.TOKENS)
+    with ReplayedRouting(wanted, recorder.num_experts):
+        loss = expert_models.loss_of(model)
+    loss.backward()
+    layers = [layer.sort(-1).values for layer in wanted.unbind(1)]
+    expected = [*layers, *layers[::-1]] if checkpointing else layers
+    assert len(sent) == len(expected)
+    assert all(torch.equal(found, layer) for found, layer in zip(sent, expected, strict=True))
+
+
+def test_a_router_that_returns_no_choice_is_not_recorded() -> None:
+    model = expert_models.build("dbrx", "full")
+    recorder = RoutingRecorder(model)
+    with recorder.recording() as layers:
+        expert_models.loss_of(model)
+    assert len(recorder.names) == 2
+    assert not layers
+    with pytest.raises(ModelError):
+        check_recorded(layers, recorder.names)

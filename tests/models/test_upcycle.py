@@ -97,7 +97,7 @@ def test_what_cannot_be_upcycled_is_refused(model_folder: Callable[[str], Path],
     config = json.loads((lacking / "config.json").read_text())
     quantised = {**config, "quantization_config": {"quant_method": "gptq", "bits": 4}}
     (lacking / "config.json").write_text(json.dumps(quantised))
-    with pytest.raises(ModelError, match=r"lacking: .*\(gptq, "):
+    with pytest.raises(ModelError, match=r"lacking.*\(gptq, "):
         upcycle(str(lacking), tmp_path / "moe")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()

@@ -13,7 +13,8 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from surefoot.models.build import BuiltModel, build_model, build_without_storage
-from surefoot.models.lora import LoraLinear, LoraSettings
+from surefoot.models.lora import LoraSettings
+from surefoot.models.lora_linear import LoraLinear
 from surefoot.models.quantization.base import FLOAT, FrozenLinear, format_of, stored_weight
 from surefoot.planner.sizes import count_sizes
 from tests.support.int8_format import INT8, STORED, is_stored, loss_and_gradients, write_as_read

@@ -111,7 +111,7 @@ def test_a_template_is_tried(settings: dict[str, Any], tmp_path: Path) -> None:
 def test_a_template_that_never_ends_is_stopped(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("surefoot.data.template.RENDER_DEADLINE_S", 0.3)
+    monkeypatch.setattr("surefoot.data.template_source.RENDER_DEADLINE_S", 0.3)
     endless = tmp_path / "endless.jinja"
     endless.write_text("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
     check = asked("chat template", settings, chat_template=str(endless))

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
-from surefoot.models.adapter import write_adapter
+from surefoot.models.adapter import get_tensor, tensors_beside, write_adapter
 from surefoot.models.build import BuiltModel, build_model, trainable_parameters
-from surefoot.models.lora import LoraSettings, adaptable_names
+from surefoot.models.lora import LoraSettings
 
 TARGETS = {
     "mixtral": ("attention", "experts", "router"),
@@ -15,18 +15,19 @@ TARGETS = {
 }
 
 
-def logits_of(model: torch.nn.Module) -> torch.Tensor:
+def logits_of(model: torch.nn.Module, vocab_size: int = 500) -> torch.Tensor:
     torch.manual_seed(0)
     with torch.no_grad():
-        result: torch.Tensor = model.eval()(input_ids=torch.randint(3, 500, (2, 12))).logits
+        result: torch.Tensor = model.eval()(input_ids=torch.randint(3, vocab_size, (2, 12))).logits
     return result
 
 
 def save(built: BuiltModel, settings: LoraSettings, folder: Path, base: Path) -> Path:
     folder.mkdir()
-    parameters = {name: p.data for name, p in trainable_parameters(built.model).items()}
-    shapes = {name: parameter.shape for name, parameter in parameters.items()}
-    write_adapter(folder, shapes, parameters.items(), settings, str(base), adaptable_names(built.model))
+    tensors = {name: p.data for name, p in trainable_parameters(built.model).items()}
+    tensors |= {name: get_tensor(built.model, name) for name in tensors_beside(built.model, tensors)}
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    write_adapter(folder, shapes, tensors.items(), settings, str(base), built.model)
     return folder
 
 

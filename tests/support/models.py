@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -51,6 +53,11 @@ def make_model(kind: str, num_experts: int = 6, top_k: int = 2) -> PreTrainedMod
         return Qwen2MoeForCausalLM(Qwen2MoeConfig(**SIZES, **moe, shared_expert_intermediate_size=40))
     if kind == "qwen3_moe":
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **moe, head_dim=8))
+    if kind == "deepseek_v3":
+        sizes = {**SIZES, "num_key_value_heads": 4, "n_routed_experts": num_experts, "num_experts_per_tok": top_k}
+        latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+        groups = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 0, "moe_intermediate_size": 24}
+        return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **latent, **groups))
     if kind == "qwen2":
         return Qwen2ForCausalLM(Qwen2Config(**SIZES))
     return LlamaForCausalLM(LlamaConfig(**SIZES))

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, GenerationConfig
 import surefoot
 from surefoot.data.render import answer_ends
 from surefoot.methods.grpo import setup
-from surefoot.training.trainer import UNNAMED_ENDS
+from surefoot.training.model_notices import UNNAMED_ENDS
 from tests.support.grpo import EagerEngine
 from tests.support.models import CHATML
 

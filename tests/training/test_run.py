@@ -17,7 +17,10 @@ import surefoot
 from surefoot.config import load_config
 from surefoot.errors import ConfigError, ModelError, StoppedOnFinding
 from surefoot.models.generate import generating
-from surefoot.training.trainer import ALL_LOGITS, EXPERTS_LEFT_OUT, train
+from surefoot.models.peft_layout import UNREADABLE_BY_PEFT
+from surefoot.training.model_notices import ALL_LOGITS, EXPERTS_LEFT_OUT
+from surefoot.training.trainer import train
+from tests.models.architectures import tiny_model
 from tests.support.data import counting_rows, write_jsonl
 from tests.support.models import MOE, SIZES
 from tests.support.processes import surefoot as surefoot_command
@@ -281,20 +284,6 @@ def test_lora_on_the_output_layer_is_trained(settings: dict[str, Any], model_fol
     assert adapter["base_model.model.lm_head.lora_B.weight"].abs().max() > 0
 
 
-def test_layers_that_carry_state_across_samples_are_refused(
-    settings: dict[str, Any], tmp_path: Path, tokenizer: Any
-) -> None:
-    """LFM2's short convolutions would read the end of one sample at the start of the next."""
-    from transformers import Lfm2Config, Lfm2ForCausalLM
-
-    torch.manual_seed(0)
-    config = Lfm2Config(**SIZES, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False)
-    Lfm2ForCausalLM(config).save_pretrained(tmp_path / "lfm2")
-    tokenizer.save_pretrained(tmp_path / "lfm2")
-    with pytest.raises(ModelError, match="Lfm2ForCausalLM .* conv,"):
-        surefoot.train(settings, screen=False, model=str(tmp_path / "lfm2"), target_modules=["attention"])
-
-
 def test_the_text_part_of_a_vision_language_moe_is_trained(
     settings: dict[str, Any], tmp_path: Path, tokenizer: Any
 ) -> None:
@@ -351,6 +340,23 @@ def test_names_that_mean_experts_elsewhere_are_told_of(
     shown = "".join(capsys.readouterr())
     said = EXPERTS_LEFT_OUT.format("gate_proj, down_proj")
     assert (said in shown) == is_told, shown
+
+
+@pytest.mark.parametrize(("targets", "is_told"), [(["attention", "experts"], True), (["attention"], False)])
+def test_an_adapter_that_peft_will_refuse_is_told_of(
+    settings: dict[str, Any], tmp_path: Path, tokenizer: Any, targets: Any, is_told: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """DBRX stores its experts one below the other in a matrix, which PEFT takes for one layer."""
+    base = tmp_path / "dbrx"
+    tiny_model("dbrx", vocab_size=len(tokenizer)).save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    result = surefoot.train({**settings, "model": str(base), "target_modules": targets}, max_steps=1)
+    shown = "".join(capsys.readouterr())
+    assert (UNREADABLE_BY_PEFT.format("transformer.blocks.0.ffn.experts.mlp.w1", 6) in shown) == is_told, shown
+    merged = surefoot.export(result.run_folder, tmp_path / "merged", merge=True)
+    _, info = AutoModelForCausalLM.from_pretrained(merged, output_loading_info=True)
+    assert not any(info.values()), info
 
 
 def test_balancing_a_dense_model_is_refused(settings: dict[str, Any], model_folder: Callable[[str], Path]) -> None:

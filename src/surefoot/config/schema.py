@@ -190,6 +190,9 @@ class RunConfig(BaseModel):
     """PEFT adapter folder to start from, instead of new LoRA weights. Rank, alpha and targets must match it."""
     router_aux_loss_coef: float = Field(default=0.0, ge=0)
     """Weight of the load-balancing loss: per MoE layer over the global batch, averaged over layers. 0 is off."""
+    router_bias_update_rate: float = Field(default=0.0, ge=0)
+    """Change of the routers' correction bias after each step, by which experts with less than the mean load are chosen
+    more often (DeepSeek-V3 uses 0.001). 0 leaves the bias as it is. Full fine-tuning only."""
 
     max_length: int = Field(default=2048, gt=1, lt=2**31)
     """Longest sample, and the size of a pack, in tokens."""

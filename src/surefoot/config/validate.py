@@ -77,6 +77,13 @@ def _check_tuning(run: RunConfig, non_default: set[str]) -> Iterator[Contradicti
             "freeze_vision_tower",
             "tuning",
         )
+    if run.router_bias_update_rate:
+        yield Contradiction(
+            f"router_bias_update_rate={run.router_bias_update_rate} is of full fine-tuning: LoRA leaves the model "
+            "unchanged, and an adapter file could not hold the bias. Drop it, or set tuning: full",
+            "router_bias_update_rate",
+            "tuning",
+        )
     targets = [run.target_modules] if isinstance(run.target_modules, str) else run.target_modules
     if not targets:
         yield Contradiction(

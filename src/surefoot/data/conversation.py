@@ -3,6 +3,7 @@
 This module does not depend on files, columns, templates or tokens.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -22,6 +23,18 @@ class BadRow(Exception):
 
 
 @dataclass(frozen=True)
+class MessageForm:
+    """Form in which a chat template reads messages, where templates differ."""
+
+    content_is_parts: bool = False
+    """Whether every content is a list of typed parts; else only one with images is."""
+    call_content: str | None = ""
+    """Content of a message with tool calls and no words."""
+    arguments_are_text: bool = False
+    """Whether the arguments of a call are JSON text; else an object."""
+
+
+@dataclass(frozen=True)
 class Message:
     """One turn of a conversation."""
 
@@ -38,18 +51,22 @@ class Message:
     images: tuple[ImageSource | None, ...] = ()
     """Source of each IMAGE in the content; None until it is taken from the row's columns."""
 
-    def as_template_input(self) -> dict[str, Any]:
+    def as_template_input(self, form: MessageForm = MessageForm()) -> dict[str, Any]:
         """Return the message as chat templates read it. Keys without a value are left out: templates test for them."""
-        content: Any = self.content
-        if IMAGE in self.content:
-            content = [part for piece in self.pieces for part in (_IMAGE_PART, {"type": "text", "text": piece})][1:]
-            content = [part for part in content if part.get("text") != ""]
-        message: dict[str, Any] = {**self.others, "role": self.role, "content": content}
+        message: dict[str, Any] = {**self.others, "role": self.role, "content": self._content_in(form)}
         if self.tool_calls:
-            message["tool_calls"] = list(self.tool_calls)
+            message["tool_calls"] = [_write_call(call, form) for call in self.tool_calls]
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning
         return message
+
+    def _content_in(self, form: MessageForm) -> Any:
+        if self.tool_calls and not self.content:
+            return form.call_content
+        if not form.content_is_parts and IMAGE not in self.content:
+            return self.content
+        parts = [part for piece in self.pieces for part in (_IMAGE_PART, {"type": "text", "text": piece})][1:]
+        return [part for part in parts if part.get("text") != ""] or parts
 
     @property
     def pieces(self) -> list[str]:
@@ -58,6 +75,13 @@ class Message:
 
 
 _IMAGE_PART = {"type": "image"}
+
+
+def _write_call(call: Mapping[str, Any], form: MessageForm) -> Mapping[str, Any]:
+    if not form.arguments_are_text:
+        return call
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
 @dataclass(frozen=True)

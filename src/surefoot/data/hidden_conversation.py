@@ -1,7 +1,7 @@
 """Stand-in characters for texts of the data that look like special tokens, while a template renders them."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,6 +56,14 @@ class HiddenConversation:
 
     def restore(self, text: str) -> str:
         return text.translate(self._originals)
+
+    def restore_positions(self, text: str, positions: Sequence[int]) -> list[int]:
+        """Return increasing positions of a text with stand-ins as positions of the restored text."""
+        restored, at = [0], 0
+        for position in positions:
+            restored.append(restored[-1] + len(self.restore(text[at:position])))
+            at = position
+        return restored[1:]
 
 
 def _iterate_texts(value: Any) -> Iterator[str]:

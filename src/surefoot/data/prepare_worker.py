@@ -27,8 +27,9 @@ from surefoot.data.render import Renderer, RendererSource
 from surefoot.data.row_formats import Reader
 from surefoot.data.rows import Row
 from surefoot.data.shard import ShardRow, ShardWriter
-from surefoot.data.template import TemplateSource, Text
+from surefoot.data.template import Text
 from surefoot.data.template_process import TEMPLATE_PROCESS
+from surefoot.data.template_source import TemplateSource
 from surefoot.errors import DataError, SurefootError
 from surefoot.system.line_pipe import LinePipe
 
@@ -91,7 +92,8 @@ class Preparer:
 
 
 def _parse_source(values: Mapping[str, Any]) -> RendererSource:
-    template = {**values["template"], "controls": tuple(values["template"]["controls"])}
+    template = values["template"]
+    template |= {name: tuple(template[name]) for name in ("controls", "generation_ends")}
     images = ImageSettings(**values["images"]) if values["images"] is not None else None
     return RendererSource(**{**values, "template": TemplateSource(**template), "images": images})
 

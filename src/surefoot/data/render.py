@@ -17,14 +17,16 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from surefoot.data.conversation import BadRow, Conversation
+from surefoot.data.conversation import BadRow, Conversation, Message
 from surefoot.data.image_text import insert_image_texts, wrong_number_of_images
 from surefoot.data.images import Image, ImageSettings, find_image
 from surefoot.data.oddities import Oddity
-from surefoot.data.template import RENDER_DEADLINE_S, ChatTemplate, Span, TemplateSource, Text
-from surefoot.data.template_process import TEMPLATE_PROCESS, Rendering
+from surefoot.data.template import ChatTemplate, Span, Text
+from surefoot.data.template_process import TEMPLATE_PROCESS
+from surefoot.data.template_source import Template, TemplateSource
 from surefoot.errors import DataError, ModelError, is_panic
 from surefoot.system.atomic_io import cache_folder, write_bytes
+from surefoot.system.json_files import DamagedFile, read_object
 
 if TYPE_CHECKING:
     from surefoot.data.image_layout import ImageLayout
@@ -140,9 +142,9 @@ def tokenize_prompts(
     if tokenizer.chat_template is None:
         raise ModelError("the model's tokenizer has no chat template, so it cannot be talked to in turns.")
     try:
-        template, variables = _get_template(tokenizer, None, date.today()), dict(tokenizer.special_tokens_map)
-        calls = [Rendering(template, turns, [], variables, True, RENDER_DEADLINE_S) for turns in conversations]
-        texts = [TEMPLATE_PROCESS.render(call) for call in calls]
+        template = Template(_build_template_source(tokenizer, {}, date.today(), parse_special_tokens=False))
+        texts = [template.render([_read_turn(**turn) for turn in turns], (), add_generation_prompt=True)
+                 for turns in conversations]  # fmt: skip
     except (BadRow, DataError) as error:
         raise ModelError(
             f"{error}. Correct the template (chat_template.jinja), or take the model's own, then try again."
@@ -157,6 +159,10 @@ def tokenize_prompts(
             "template (chat_template.jinja), or take the model's own, then try again."
         )
     return prompts
+
+
+def _read_turn(role: Any, content: str, **others: Any) -> Message:
+    return Message(role, content, others=others)
 
 
 def _build_template_source(
@@ -179,7 +185,21 @@ def _build_template_source(
         plain_start=str(tokenizer.bos_token) if begins else "",
         kwargs=kwargs,
         parse_special_tokens=parse_special_tokens,
+        generation_ends=_read_generation_ends(tokenizer),
     )
+
+
+def _read_generation_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Return the special tokens at which the generation_config.json beside the tokenizer ends an answer."""
+    path = Path(tokenizer.name_or_path) / "generation_config.json"
+    if not tokenizer.name_or_path or not path.is_file():
+        return ()
+    try:
+        ends = read_object(path).get("eos_token_id")
+    except DamagedFile as error:
+        raise DataError(f"{error}. Take the file of the model's release") from error
+    named = tokenizer.added_tokens_decoder
+    return tuple(named[end].content for end in (ends if isinstance(ends, list) else [ends]) if end in named)
 
 
 def _get_template(tokenizer: PreTrainedTokenizerBase, tools: list[Any] | None, today: date) -> str:

@@ -8,11 +8,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surefoot.data.render import answer_ends
 from surefoot.distributed.process_group import SINGLE_PROCESS, World
-from surefoot.models.adapter import base_name, write_adapter
+from surefoot.models.adapter import base_name, get_tensor, tensors_beside, write_adapter
 from surefoot.models.build import trainable_parameters
 from surefoot.models.dtensor_blocks import gather_full
 from surefoot.models.export import in_layers, name_ends, stored_buffers, write_model
-from surefoot.models.lora import LoraSettings, adaptable_names, tower_names
+from surefoot.models.lora import LoraSettings
 from surefoot.system.atomic_io import new_folder
 
 
@@ -31,9 +31,9 @@ def write_artifact(
     `base` is the base model's folder, `source` its name in the config. Rank 0 writes the tensors that the ranks gather:
     it holds one parameter of an adapter, or one layer of a model. Collective. Raises: StorageError.
     """
-    buffers = [] if settings is not None else stored_buffers(model)
     parameters = trainable_parameters(model) if settings is not None else dict(model.named_parameters())
-    tensors: dict[str, Tensor] = {**parameters, **{name: model.get_buffer(name) for name in buffers}}
+    others = tensors_beside(model, parameters) if settings is not None else stored_buffers(model)
+    tensors: dict[str, Tensor] = {**parameters, **{name: get_tensor(model, name) for name in others}}
     names = list(tensors) if settings is not None else in_layers(tensors)
     shapes = {name: tensors[name].shape for name in names}
     values = ((name, gather_full(tensors[name])) for name in names)
@@ -43,8 +43,7 @@ def write_artifact(
             if ranks.is_first:
                 with new_folder(target) as folder:
                     if settings is not None:
-                        about = base_name(source, base), adaptable_names(model), tower_names(model)
-                        write_adapter(folder, shapes, values, settings, *about)
+                        write_adapter(folder, shapes, values, settings, base_name(source, base), model)
                     else:
                         write_model(folder, base, shapes, values, dtype)
                         name_ends(folder, answer_ends(tokenizer))

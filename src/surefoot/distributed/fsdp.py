@@ -22,7 +22,8 @@ from transformers.distributed.expert_parallel import apply_expert_parallelism
 
 from surefoot.distributed import gloo_collectives
 from surefoot.distributed.parallel_dims import Layout, Meshes
-from surefoot.models.experts import experts_of, is_fused_experts
+from surefoot.models.decoder_layers import decoder_layers
+from surefoot.models.expert_layouts import can_be_shared_out, experts_of, is_fused_experts
 from surefoot.models.vision import tower_blocks
 
 T = TypeVar("T")
@@ -43,7 +44,7 @@ class Sharding:
         ignored = frozen if layout.zero_stage < 3 else set()
         """Parameters that the groups below must not shard."""
         ignored = ignored | self._shard_experts(model, ignored)
-        layers = model.get_decoder().layers
+        layers = decoder_layers(model)
         # One group for all LoRA parameters: they are few, and each group costs two collectives per step.
         for blocks in (layers, tower_blocks(model)):
             if layout.zero_stage == 3 or all(p.requires_grad for block in blocks for p in block.parameters()):
@@ -51,13 +52,18 @@ class Sharding:
                     self._fully_shard(block, self.meshes.dense, ignored, free=layout.zero_stage == 3)
         self._fully_shard(model, self.meshes.dense, ignored, free=False)
 
+    def reshard(self, model: PreTrainedModel) -> None:
+        """Free the parameters that a forward without backward leaves gathered."""
+        reshard(model)
+
     def _shard_experts(self, model: PreTrainedModel, ignored: set[nn.Parameter]) -> set[nn.Parameter]:
         """Shard experts that cannot be sharded like other parameters, and return their parameters.
 
         These are experts under expert parallelism, and stacks of fewer experts than there are ranks.
         """
         layout = self.layout
-        owners = {name: module for name, module in model.named_modules() if is_fused_experts(module)}
+        is_owner = can_be_shared_out if layout.expert_parallel > 1 else is_fused_experts
+        owners = {name: module for name, module in model.named_modules() if is_owner(module)}
         if layout.expert_parallel > 1:
             self._share_out(model, owners)
         done: set[nn.Parameter] = set()
@@ -72,6 +78,8 @@ class Sharding:
                 continue  # each expert is on one rank: its gradient is complete there
             over = mesh["dp_replicate", "fsdp"] if mesh.size(0) > 1 else mesh["fsdp"]
             frozen = {parameter for parameter in own if not parameter.requires_grad}
+            for child in module.children():  # a norm of experts: the tokens of every rank train it
+                self._fully_shard(child, self.meshes.dense, ignored, free=layout.zero_stage == 3)
             self._fully_shard(module, over, frozen if layout.zero_stage < 3 else set(), free=layout.zero_stage == 3)
         return done
 

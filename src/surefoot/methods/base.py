@@ -24,6 +24,8 @@ from surefoot.events import Emit, Phase
 from surefoot.methods.token_loss import eval_no_grad
 from surefoot.methods.training_data import RunData
 from surefoot.models.build import BuiltModel
+from surefoot.models.isolation import Isolation
+from surefoot.models.router_bias import RouterBiases
 from surefoot.system.atomic_io import sha256_of
 
 LAST_WAIT_S = 5.0
@@ -115,6 +117,8 @@ class TrainContext:
     objective: Objective
     ranks: World
     device: torch.device
+    router_biases: RouterBiases | None = None
+    """Correction biases of the routers, which full fine-tuning may change; None with LoRA."""
     forward_context: Callable[[], AbstractContextManager[object]] = nullcontext
     rollout_context: Callable[[], AbstractContextManager[object]] = nullcontext
     """Context of many forwards with the same weights."""
@@ -122,6 +126,17 @@ class TrainContext:
     """Called before each micro-batch; the argument is whether it is the last of the step."""
     phase: Callable[[Phase], AbstractContextManager[None]] = lambda _: nullcontext()
     """Context that reports the beginning and the end of a phase."""
+    isolation: Isolation = field(default_factory=Isolation)
+
+    @property
+    def biases(self) -> dict[str, Tensor]:
+        """Tensors that are saved beside the trained parameters, by name."""
+        return self.router_biases.tensors if self.router_biases is not None else {}
+
+    @property
+    def saved_tensors(self) -> dict[str, Tensor]:
+        """All tensors that a checkpoint holds of the model, by name."""
+        return {**self.parameters, **self.biases}
 
 
 @dataclass(frozen=True)

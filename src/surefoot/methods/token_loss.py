@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from surefoot.data.collate import MicroBatch
 from surefoot.distributed.fsdp import as_fsdp_forward, reshard
+from surefoot.models.sample_layout import ARGUMENT, SampleLayout
 from surefoot.models.vision import embed_images, image_tokens, text_arguments
 
 CHUNK_TOKENS = 512
@@ -28,17 +29,13 @@ def vision_inputs(batch: MicroBatch, model: PreTrainedModel) -> dict[str, Any]:
 
 
 def text_inputs(batch: MicroBatch) -> dict[str, Any]:
-    """Return the decoder's inputs for a batch. The model passes the lengths to the attention function unread."""
-    prefix_of = {} if batch.prefix_of is None else {"prefix_of": batch.prefix_of}
+    """Return the decoder's inputs for a batch."""
     return {
-        **prefix_of,
         "input_ids": batch.ids,
         "position_ids": batch.position_ids,
         "attention_mask": None,
         "use_cache": False,
-        "lengths": batch.lengths,
-        "cu_seq_lens_q": batch.cu_seq_lens,
-        "max_length_q": max(batch.lengths),
+        ARGUMENT: SampleLayout(batch.lengths, batch.cu_seq_lens, batch.prefix_of),
     }
 
 
@@ -58,8 +55,7 @@ def dummy_inputs(model: PreTrainedModel) -> dict[str, Any]:
     """Return decoder inputs of a few tokens, to probe its outputs."""
     count = min(8, model.config.get_text_config().vocab_size)
     ids = torch.arange(count, device=model.device)[None]
-    ends = torch.tensor([0, count], dtype=torch.int32, device=model.device)
-    return {"input_ids": ids, "lengths": [count], "cu_seq_lens_q": ends, "max_length_q": count, "use_cache": False}
+    return {"input_ids": ids, "use_cache": False, ARGUMENT: SampleLayout.of([count], model.device)}
 
 
 def _probe_output_layer(model: PreTrainedModel) -> nn.Linear | None:

@@ -1,14 +1,12 @@
 """Writer and reader of PEFT's adapter files for Surefoot's LoRA parameters.
 
-Layouts. A linear layer's pair is stored unchanged. PEFT keeps the experts of a stack in two matrices, lora_A
-[E * r, in] with the expert as the slow index and lora_B [out, r * E] with the expert as the fast index; the model has
-[E, r, in] and [E, out, r]. If both stacks of a module are adapted, PEFT nests them: `base_layer` holds gate_up.
-Routers trained in full are stored in full, as PEFT's `modules_to_save`.
+`peft_layout` says how the files name and lay out what the model has. Routers trained in full are stored in full with
+their buffers, as PEFT's `modules_to_save`.
 """
 
 import json
 import re
-from collections.abc import Collection, Container, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,17 +15,22 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from surefoot.config.documents import shorten
 from surefoot.errors import ModelError
-from surefoot.models.experts import PROJECTIONS
+from surefoot.models.expert_layouts import GATED, Stack, expert_stacks
 from surefoot.models.lora import LoraSettings, is_lora
+from surefoot.models.peft_layout import PeftLayout, join_pair, order_stacks, split_targets
 from surefoot.models.resolve_model import read_json_object
 from surefoot.models.safetensors_writer import tensor_file
 
 PREFIX = "base_model.model."
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
+STACKS = (*GATED, "down_proj")
+"""Names of stacks of experts in most models."""
 MOST_RANK, MOST_ALPHA = 1_000_000, 1e9
 FIRST_LAYER = re.compile(r".*?\.[^.]*\.(\d{1,9})\.", re.ASCII)
 INITS = (True, False, "gaussian", "orthogonal", "eva")
@@ -35,7 +38,7 @@ INITS = (True, False, "gaussian", "orthogonal", "eva")
 adapter is created, so that the adapter belongs to weights that are saved nowhere."""
 OTHER_KINDS = (
     "use_dora", "rank_pattern", "alpha_pattern", "lora_bias", "layer_replication", "alora_invocation_tokens",
-    "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config", "velora_config", "fan_in_fan_out",
+    "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config", "velora_config",
     "trainable_token_indices", "ensure_weight_tying", "megatron_config", "layers_pattern",
 )  # fmt: skip
 """PEFT settings that combine a pair of matrices in another way than plain LoRA, or choose other modules."""
@@ -49,52 +52,50 @@ def write_adapter(
     values: Iterable[tuple[str, Tensor]],
     settings: LoraSettings,
     base_model: str,
-    adaptable: Collection[str],
-    in_tower: Collection[str] = frozenset(),
+    model: PreTrainedModel,
 ) -> None:
     """Write trained parameters as a PEFT adapter into an existing empty folder.
 
-    `shapes`: shapes of all parameters, by the model's names. `values` come in the same order; none is kept.
-    `adaptable`: every linear module and expert stack of the model, to find the shortest target names that match only
-    the adapted ones; `in_tower`: the modules of a vision tower, which are written by full name, as
-    `lora.find_targets` reads them.
+    `shapes`: shapes of all parameters, by the model's names, and of the `tensors_beside` them. `values` come
+    in the same order; none is kept. `model` is read for its names alone.
     """
+    layout = PeftLayout(model)
+
+    def convert(name: str, value: Tensor) -> tuple[str, Tensor]:
+        key, as_stored = layout.convert_to_file(name, value, shapes)
+        return f"{PREFIX}{layout.spell(key)}", as_stored
+
     empty = {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in shapes.items()}
-    with tensor_file(
-        folder / WEIGHTS, dict(_convert_to_peft(name, spec, shapes) for name, spec in empty.items())
-    ) as file:
+    with tensor_file(folder / WEIGHTS, dict(convert(name, spec) for name, spec in empty.items())) as file:
         for name, value in values:
-            file.write(*_convert_to_peft(name, value.detach().float(), shapes))
-    (folder / CONFIG).write_text(
-        json.dumps(_build_peft_config(shapes, settings, base_model, adaptable, in_tower), indent=2) + "\n"
-    )
+            file.write(*convert(name, value.detach().float()))
+    (folder / CONFIG).write_text(json.dumps(_build_peft_config(shapes, settings, base_model, model), indent=2) + "\n")
 
 
-def _convert_to_peft(name: str, value: Tensor, names: Container[str]) -> tuple[str, Tensor]:
-    """Return a parameter's name and value in PEFT's layout; `names` are all trained parameters, for the nesting."""
+def tensors_beside(model: PreTrainedModel, trained: Collection[str]) -> list[str]:
+    """Return what else the modules hold that are trained in full: PEFT stores such modules with all they hold.
+
+    A router of DeepSeek-V3 has a buffer that it adds to its scores.
+    """
+    owners = tuple(f"{name.rpartition('.')[0]}." for name in trained if not is_lora(name))
+    return [name for name in model.state_dict() if name.startswith(owners) and name not in trained]
+
+
+def get_tensor(model: PreTrainedModel, name: str) -> Tensor:
+    """Return a parameter or a buffer."""
     owner, _, leaf = name.rpartition(".")
-    if not is_lora(name):
-        return f"{PREFIX}{name}", value
-    part = leaf[-1]
-    if leaf in ("lora_A", "lora_B"):
-        return f"{PREFIX}{owner}.lora_{part}.weight", value
-    is_nested = leaf.startswith("gate_up_proj") and f"{owner}.down_proj_lora_A" in names
-    key = f"{PREFIX}{owner}.{'base_layer.' if is_nested else ''}lora_{part}.weight"
-    if part == "A":
-        return key, value.reshape(-1, value.shape[-1])  # [E, r, in] -> [E * r, in]
-    return key, value.permute(1, 2, 0).reshape(value.shape[1], -1)  # [E, out, r] -> [out, r * E]
+    tensor: Tensor = getattr(model.get_submodule(owner), leaf)
+    return tensor
 
 
 def _build_peft_config(
-    parameters: Collection[str],
-    settings: LoraSettings,
-    base_model: str,
-    adaptable: Collection[str],
-    in_tower: Collection[str],
+    parameters: Collection[str], settings: LoraSettings, base_model: str, model: PreTrainedModel
 ) -> dict[str, Any]:
     linears = {name.removesuffix(".lora_A") for name in parameters if name.endswith(".lora_A")}
-    stacks = {name.removesuffix("_lora_A") for name in parameters if name.endswith("_proj_lora_A")}
-    routers = {name.removesuffix(".weight") for name in parameters if not is_lora(name)}
+    stacks = {name.removesuffix("_lora_A") for name in parameters if name.endswith("_lora_A")} - linears
+    saved = {name.rpartition(".")[0] for name in parameters if not is_lora(name)}
+    routers = {name for name in saved if not any(name.startswith(f"{owner}.") for owner in saved)}
+    modules, target_parameters = split_targets(model, linears, stacks)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -102,44 +103,27 @@ def _build_peft_config(
         "inference_mode": True,
         "r": settings.rank,
         "lora_alpha": settings.alpha,
-        "lora_dropout": settings.dropout,
+        "lora_dropout": 0.0 if target_parameters else settings.dropout,  # PEFT has no dropout on parameters
         "use_rslora": settings.rslora,
         "bias": "none",
-        "fan_in_fan_out": False,
-        "target_modules": sorted(_shorten_target_names(linears, adaptable, 1, in_tower)),
-        "target_parameters": sorted(_shorten_target_names(stacks, adaptable, 3), key=_get_stack_order) or None,
+        "fan_in_fan_out": any(isinstance(model.get_submodule(name), Conv1D) for name in linears),
+        "target_modules": sorted(modules),
+        "target_parameters": sorted(target_parameters) or None,
         "modules_to_save": sorted({".".join(name.split(".")[-2:]) for name in routers}) or None,
     }
 
 
-def _shorten_target_names(
-    adapted: set[str], adaptable: Collection[str], parts: int, in_full: Collection[str] = frozenset()
-) -> set[str]:
-    """Return the last `parts` of each name if these match only adapted modules, else the full names.
+def read_adapter(
+    folder: Path, expected_shapes: Mapping[str, torch.Size], settings: LoraSettings, model: PreTrainedModel
+) -> dict[str, Tensor]:
+    """Read a PEFT adapter into the model's names and shapes. `model` is read for its names alone.
 
-    Names in `in_full` are always given in full.
-    """
-
-    def ending(name: str) -> str:
-        return ".".join(name.split(".")[-parts:])
-
-    endings = {ending(name) for name in adapted if name not in in_full}
-    matched = {name for name in adaptable if ending(name) in endings}
-    return endings | (adapted & set(in_full)) if matched <= adapted else adapted
-
-
-def _get_stack_order(name: str) -> tuple[str, int]:
-    owner, _, leaf = name.rpartition(".")
-    return owner, PROJECTIONS.index(leaf)
-
-
-def read_adapter(folder: Path, expected_shapes: Mapping[str, torch.Size], settings: LoraSettings) -> dict[str, Tensor]:
-    """Read a PEFT adapter into the model's names and shapes.
-
-    `expected_shapes`: the model's trainable parameters, by name. The file must contain all of them and nothing else.
+    `expected_shapes`: the model's trainable parameters, by name. The file must contain all of them and nothing else
+    but the `tensors_beside` them, which are the base's.
     Raises: ModelError if the folder is not an adapter, or its settings, names or shapes differ.
     """
-    config, stored = load_adapter_files(folder)
+    layout = PeftLayout(model)
+    config, stored = _load_for_model(folder, layout)
     stored_settings = settings_of(config)
     run_values = {"lora_rank": settings.rank, "lora_alpha": settings.alpha, "use_rslora": settings.rslora}
     adapter_values = {
@@ -155,7 +139,7 @@ def read_adapter(folder: Path, expected_shapes: Mapping[str, torch.Size], settin
     if different:
         raise ModelError(f"init_adapter={folder}: {'; '.join(different)}. Set the same values.")
     keys = {
-        name: _convert_to_peft(name, torch.empty(shape, device="meta"), expected_shapes)
+        name: layout.convert_to_file(name, torch.empty(shape, device="meta"), expected_shapes)
         for name, shape in expected_shapes.items()
     }
     _check_targets(folder, {key for key, _ in keys.values()}, stored.keys(), config, settings)
@@ -164,10 +148,10 @@ def read_adapter(folder: Path, expected_shapes: Mapping[str, torch.Size], settin
         value = stored.pop(key)
         if value.shape != as_stored.shape:
             raise ModelError(
-                f"init_adapter={folder}: {key} has shape {tuple(value.shape)} there, {tuple(as_stored.shape)} here. "
-                "Is it the model this adapter was trained on?"
+                f"init_adapter={folder}: {PREFIX}{key} has shape {tuple(value.shape)} there, "
+                f"{tuple(as_stored.shape)} here. Is it the model this adapter was trained on?"
             )
-        values[name] = _convert_from_peft(name, value, expected_shapes[name])
+        values[name] = layout.convert_from_file(name, value, expected_shapes[name])
     return values
 
 
@@ -175,22 +159,17 @@ def _check_targets(
     folder: Path, expected: Collection[str], stored: Collection[str], config: Mapping[str, Any], settings: LoraSettings
 ) -> None:
     """Raise ModelError, with both lists of targets, unless an adapter holds exactly the tensors that a run trains."""
-    missing, surplus = sorted(set(expected) - set(stored)), sorted(set(stored) - set(expected))
+    in_full = tuple(f"{key.rpartition('.')[0]}." for key in expected if ".lora_" not in key)
+    missing = sorted(set(expected) - set(stored))
+    surplus = sorted(key for key in set(stored) - set(expected) if not key.startswith(in_full))
     if not missing and not surplus:
         return
-    details = [f"it has no {missing[0]} (one of {len(missing)})"] if missing else []
-    details += [f"it also adapts {surplus[0]} (one of {len(surplus)})"] if surplus else []
+    details = [f"it has no {PREFIX}{missing[0]} (one of {len(missing)})"] if missing else []
+    details += [f"it also adapts {PREFIX}{surplus[0]} (one of {len(surplus)})"] if surplus else []
     raise ModelError(
         f"init_adapter={folder}: the adapter was trained with {_describe_targets(config)}, and this run trains "
         f"target_modules={list(settings.targets)}: {'; '.join(details)}. Set target_modules to what the adapter has."
     )
-
-
-def _convert_from_peft(name: str, value: Tensor, shape: torch.Size) -> Tensor:
-    if name.endswith("_proj_lora_B"):
-        num_experts, out_features, rank = shape
-        return value.reshape(out_features, rank, num_experts).permute(2, 0, 1).contiguous().float()
-    return value.reshape(shape).float()
 
 
 def load_adapter_files(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -214,6 +193,12 @@ def load_adapter_files(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]
         raise ModelError(f"{needs} ({weights}: {error}).") from error
 
 
+def _load_for_model(folder: Path, layout: PeftLayout) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the config and the tensors of an adapter, by the keys that they would have without PEFT's renaming."""
+    config, stored = load_adapter_files(folder)
+    return config, {layout.read_key(key.removeprefix(PREFIX)): value for key, value in stored.items()}
+
+
 def _check_types(config: Mapping[str, Any], path: Path) -> None:
     for name in ("target_modules", "target_parameters", "modules_to_save", "exclude_modules"):
         named = config.get(name)
@@ -235,14 +220,16 @@ def _check_types(config: Mapping[str, Any], path: Path) -> None:
         raise ModelError(f"{path}: use_rslora={shorten(rslora)}; true or false is needed.")
 
 
-def _check_modules_named(folder: Path, config: Mapping[str, Any], stored: Iterable[str]) -> None:
+def _check_modules_named(
+    folder: Path, config: Mapping[str, Any], stored: Iterable[str], stacks: Mapping[str, Iterable[str]]
+) -> None:
     """Raise ModelError for a tensor of a module that the config does not name: PEFT would ignore it."""
     for key in stored:
-        owner, is_pair, _ = key.removeprefix(PREFIX).rpartition(".lora_")
-        module = owner.removesuffix(".base_layer")
-        stacks = [f"{module}.{leaf}" for leaf in PROJECTIONS]
-        is_stack = any(_is_named(stack, config.get("target_parameters")) for stack in stacks)
-        if is_pair and not is_stack and not _is_selected(module, config):
+        owner, is_pair, _ = key.rpartition(".lora_")
+        module = owner.replace(".base_layer", "")
+        parameters = [f"{module}.{leaf}" for leaf in (*stacks.get(module, STACKS), "weight")]
+        is_parameter = any(_is_named(parameter, config.get("target_parameters")) for parameter in parameters)
+        if is_pair and not is_parameter and not _is_selected(module, config):
             raise ModelError(
                 f"{folder}: {WEIGHTS} adapts {module}, which {CONFIG} leaves out ({_describe_targets(config)}). "
                 "Nothing was written. Are the two files of the same adapter?"
@@ -275,11 +262,24 @@ class LowRank:
 
     a: Tensor
     b: Tensor
+    is_transposed: bool = False
+    """Whether the weight is stored as [in, out], a stack as [E, in, out]."""
+    is_flat: bool = False
+    """Whether a stack is stored as a matrix, one expert below the other."""
 
     @property
-    def numel(self) -> int:
-        """Number of elements of the adapted weight."""
-        return self.a.numel() // self.a.shape[-2] * self.b.shape[-2]
+    def shape(self) -> torch.Size:
+        """Shape of the adapted weight."""
+        sides = (self.a.shape[-1], self.b.shape[-2]) if self.is_transposed else (self.b.shape[-2], self.a.shape[-1])
+        shape = torch.Size((*self.a.shape[:-2], *sides))
+        return torch.Size((shape[0] * shape[1], shape[2])) if self.is_flat else shape
+
+    def multiply(self, expert: int | None) -> Tensor:
+        """Return the product in the weight's layout and float32, of one expert or of all."""
+        a, b = (self.a, self.b) if expert is None else (self.a[expert], self.b[expert])
+        product = b.float() @ a.float()
+        product = product.mT if self.is_transposed else product
+        return product.flatten(0, 1) if self.is_flat and expert is None else product
 
 
 @dataclass(frozen=True)
@@ -292,42 +292,57 @@ class AdapterContents:
     """Parameters that were trained in full."""
 
 
-def read_contents(folder: Path) -> AdapterContents:
-    """Read a PEFT adapter without its model.
+def read_contents(folder: Path, model: PreTrainedModel) -> AdapterContents:
+    """Read a PEFT adapter as weights of the base model, of which `model` gives names and layout, no values.
 
     Raises: ModelError if it is not a plain LoRA adapter.
     """
-    config, stored = load_adapter_files(folder)
+    config, stored = _load_for_model(folder, PeftLayout(model))
     settings = settings_of(config)
-    stacks = config.get("target_parameters") or ()
-    _check_modules_named(folder, config, stored)
+    modules = dict(model.named_modules())
+    stacks: dict[str, dict[str, Stack]] = {}
+    for name, stack in expert_stacks(model):
+        stacks.setdefault(name.rpartition(".")[0], {})[stack.leaf] = stack
+    _check_modules_named(folder, config, stored, stacks)
     low_rank, full_weights = {}, {}
     for key in stored:
         other = key.replace(".lora_A.", ".lora_B.") if ".lora_A." in key else key.replace(".lora_B.", ".lora_A.")
         if other not in stored:
-            raise ModelError(f"{folder}: {key} is one half of a pair; {other} is not there. Nothing was written.")
-    for key, a in stored.items():
-        name = key.removeprefix(PREFIX)
+            raise ModelError(
+                f"{folder}: {PREFIX}{key} is one half of a pair; {PREFIX}{other} is not there. Nothing was written."
+            )
+    for name, a in stored.items():
         if name.endswith(".lora_A.weight"):
-            owner, b = name.removesuffix(".lora_A.weight"), stored[key.replace(".lora_A.", ".lora_B.")]
-            module = owner.removesuffix(".base_layer")
-            adapted = [leaf for leaf in PROJECTIONS if any(f".{module}.{leaf}".endswith(f".{name}") for name in stacks)]
+            owner, b = name.removesuffix(".lora_A.weight"), stored[name.replace(".lora_A.", ".lora_B.")]
+            module = owner.replace(".base_layer", "")
+            leaf = _find_stack(owner, stacks.get(module, dict.fromkeys(STACKS)), config.get("target_parameters"))
             is_pair = a.dim() == b.dim() == 2 and min(*a.shape, *b.shape) > 0 and a.shape[0] == b.shape[1]
-            if not is_pair or (a.shape[0] % settings.rank if adapted else a.shape[0] != settings.rank):
+            if not is_pair or (a.shape[0] % settings.rank if leaf else a.shape[0] != settings.rank):
                 raise ModelError(
-                    f"{folder}: {key} has shape {tuple(a.shape)} and its other half {tuple(b.shape)}, which are no "
-                    f"pair of rank {settings.rank}. Nothing was written."
+                    f"{folder}: {PREFIX}{name} has shape {tuple(a.shape)} and its other half {tuple(b.shape)}, which "
+                    f"are no pair of rank {settings.rank}. Nothing was written."
                 )
-            if adapted:  # the outermost wrapper holds the last stack, the wrapped module the first
-                leaf = adapted[0] if owner.endswith(".base_layer") else adapted[-1]
-                a = a.view(-1, settings.rank, a.shape[1])
-                b = b.view(b.shape[0], settings.rank, -1).permute(2, 0, 1)
+            if leaf is None:
+                low_rank[f"{owner}.weight"] = LowRank(a, b, isinstance(modules.get(module), Conv1D))
+            elif module not in stacks:  # of another model: the pair finds no weight
                 low_rank[f"{module}.{leaf}"] = LowRank(a, b)
             else:
-                low_rank[f"{owner}.weight"] = LowRank(a, b)
+                stack = stacks[module][leaf]
+                is_flat = getattr(stack.owner, leaf).dim() == 2
+                low_rank[f"{module}.{leaf}"] = LowRank(
+                    *join_pair(a, b, settings.rank, stack), stack.is_transposed, is_flat
+                )
         elif not name.endswith(".lora_B.weight"):
             full_weights[name] = a
     return AdapterContents(settings, low_rank, full_weights)
+
+
+def _find_stack(owner: str, leaves: Iterable[str], target_parameters: Iterable[str] | None) -> str | None:
+    """Return the stack that the pair of a (nested) module in a file adapts; None if it adapts no stack."""
+    module = owner.replace(".base_layer", "")
+    adapted = order_stacks(leaf for leaf in leaves if _is_named(f"{module}.{leaf}", target_parameters))
+    depth = owner.count(".base_layer")
+    return adapted[-1 - depth] if depth < len(adapted) else None
 
 
 def settings_of(config: Mapping[str, Any]) -> LoraSettings:

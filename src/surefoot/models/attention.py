@@ -1,24 +1,27 @@
 """Attention over packed samples, plugged into transformers under the name `surefoot`.
 
-A batch is one row of T tokens that holds consecutive samples; `lengths` gives their lengths. No sample attends to
-another, no mask is ever built, and the cost depends on the samples' lengths, not on the pack's.
+A batch is one row of T tokens that holds consecutive samples. No sample attends to another, and the cost depends on the
+samples' lengths, not on the pack's. Masks that a model describes by a window or a chunk are never built (see
+`sample_masks`).
 
-Independent of packing and of models: it gets `lengths` and `cu_seq_lens_q` through the model's keyword arguments.
+Independent of packing and of models: the samples of the forward in progress come from `sample_layout`.
 """
 
 import inspect
-import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from surefoot.errors import ModelError
+from surefoot.models.attention_math import AttentionTerms, attend, with_heads_of
+from surefoot.models.sample_layout import SampleLayout, current_layout
+from surefoot.models.sample_masks import NeedsOwnAttentionError, SampleMask, describe_mask, has_unknown_layers
 
 IMPLEMENTATION = "surefoot"
 SHARES_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -26,13 +29,42 @@ SHARES_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @dataclass(frozen=True)
-class _Variant:
+class _Layer:
     """Settings of attention in a layer."""
 
-    scaling: float | None
-    dropout: float
-    sliding_window: int | None
-    """Number of newest tokens that a token attends to, itself included."""
+    terms: AttentionTerms
+    mask: SampleMask
+    dense_mask: Tensor | None
+    """Mask of the whole row, [1, 1 or heads, T, T]: true where a token is seen, or a term of the scores."""
+
+    def of_span(self, span: slice) -> "_Layer":
+        """Return the settings for the tokens of one sample."""
+        dense, bias = self.dense_mask, self.terms.bias
+        return replace(
+            self,
+            dense_mask=dense[:, :, span, span] if dense is not None else None,
+            terms=replace(self.terms, bias=bias[:, :, span, span] if bias is not None else None),
+        )
+
+
+def implementation_for(stock: type[PreTrainedModel], config: PreTrainedConfig) -> str:
+    """Return the name of the attention function that a model is trained with."""
+    takes_functions = stock._supports_attention_backend or stock._can_set_attn_implementation()
+    is_packed = takes_functions and not has_unknown_layers(config.get_text_config())
+    return IMPLEMENTATION if is_packed else own_implementation(stock)
+
+
+def can_share_prefixes(model: PreTrainedModel) -> bool:
+    """Return whether samples of a row can continue another one: a model's own attention function knows no such rows."""
+    return bool(model.config.get_text_config()._attn_implementation == IMPLEMENTATION)
+
+
+def own_implementation(stock: type[PreTrainedModel]) -> str:
+    """Return the name of a model's own attention function, for one that cannot be given another.
+
+    transformers builds the masks of a packed row for it, at a memory that grows with the square of the row.
+    """
+    return "sdpa" if stock._supports_sdpa else "eager"
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -41,40 +73,54 @@ def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    _attention_mask: Tensor | None,
-    *,
-    lengths: list[int],
-    prefix_of: tuple[int, ...] | None = None,
+    attention_mask: Tensor | SampleMask | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention within each sample; a sample with another one in `prefix_of` attends to all of that too.
+    """Compute causal attention within each sample; a sample that continues another one attends to all of that too.
 
-    `options`: those that transformers passes: scaling, dropout, sliding_window, cu_seq_lens_q, max_length_q.
-    Shapes: query [1, heads, T, D], key and value [1, kv_heads, T, D] -> [1, T, heads, D]; sum(lengths) == T.
-    Raises: ModelError for variants whose numbers would be wrong here (soft-capping, attention sinks).
+    `attention_mask`: what `describe_mask` returned, or a tensor that the model computed, [1, 1 or heads, T, T].
+    `options`: those that transformers passes: scaling, dropout, sliding_window, softcap, s_aux, position_bias.
+    Shapes: query [1, heads, T, D], key [1, kv_heads, T, D], value [1, kv_heads, T, V] -> [1, T, heads, V].
     """
-    for name in ("softcap", "s_aux", "position_bias"):
-        if options.get(name) is not None:
-            raise ModelError(f"{type(module).__name__} uses {name}, which attention over packed samples does not have.")
+    samples = current_layout()
+    if samples is None:
+        raise ModelError(f"{type(module).__name__} was called without the samples of its row (`samples`).")
+    if query.shape[2] != samples.num_tokens or key.shape[2] != samples.num_tokens:
+        raise NeedsOwnAttentionError(f"{query.shape[2]} queries, {key.shape[2]} keys")
     if query.is_cuda and torch.is_autocast_enabled("cuda"):
         query, key, value = (tensor.to(torch.get_autocast_dtype("cuda")) for tensor in (query, key, value))
-    variant = _Variant(options.get("scaling"), options.get("dropout", 0.0), options.get("sliding_window"))
-    if prefix_of is not None:
-        return _attend_with_shared_prefixes(query, key, value, lengths, prefix_of, variant), None
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not variant.dropout:
-        ends, longest = options["cu_seq_lens_q"], options["max_length_q"]
-        return _attend_in_one_kernel(query, key, value, ends, longest, variant), None
-    return _attend_sample_by_sample(query, key, value, lengths, variant), None
+    layer = _read_settings(attention_mask, options)
+    if samples.prefix_of is not None:
+        return _attend_with_shared_prefixes(query, key, value, samples, layer), None
+    is_plain = layer.terms.is_plain and layer.dense_mask is None and layer.mask.chunk is None
+    if is_plain and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        return _attend_in_one_kernel(query, key, value, samples, layer), None
+    return _attend_sample_by_sample(query, key, value, samples, layer), None
 
 
-def _attend_in_one_kernel(
-    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, variant: _Variant
-) -> Tensor:
-    """Compute `packed_attention` on CUDA. `ends`: int32 [samples + 1], 0 and the end of each sample."""
-    window = (variant.sliding_window - 1, 0) if variant.sliding_window else (-1, 0)
+def _read_settings(attention_mask: Tensor | SampleMask | None, options: dict[str, Any]) -> _Layer:
+    terms = AttentionTerms(
+        scaling=options.get("scaling"),
+        dropout=options.get("dropout") or 0.0,
+        softcap=options.get("softcap"),
+        sinks=options.get("s_aux"),
+        bias=options.get("position_bias"),
+    )
+    if isinstance(attention_mask, SampleMask):
+        return _Layer(terms, attention_mask, None)
+    return _Layer(terms, SampleMask(window=options.get("sliding_window")), attention_mask)
+
+
+def _attend_in_one_kernel(query: Tensor, key: Tensor, value: Tensor, samples: SampleLayout, layer: _Layer) -> Tensor:
+    """Compute `packed_attention` on CUDA."""
+    ends, longest = samples.ends, max(samples.lengths)
+    window = (layer.mask.window - 1, 0) if layer.mask.window else (-1, 0)
     options: dict[str, Any] = {"enable_gqa": True} if SHARES_HEADS else {}
     if not SHARES_HEADS:
         key, value = (with_heads_of(query, tensor) for tensor in (key, value))
+    width = value.shape[-1]
+    if width < query.shape[-1]:  # the kernel takes one head size; zeros in the values change nothing
+        value = F.pad(value, (0, query.shape[-1] - width))
     query_THD, key_THD, value_THD = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
     out = varlen_attn(
         query_THD,
@@ -84,60 +130,37 @@ def _attend_in_one_kernel(
         ends,
         longest,
         longest,
-        scale=variant.scaling,
+        scale=layer.terms.scaling,
         window_size=window,
         **options,
     )
     assert isinstance(out, Tensor)
-    return out[None]
+    return out[None, ..., :width]
 
 
-def _attend_sample_by_sample(
-    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], variant: _Variant
-) -> Tensor:
-    """Compute `packed_attention` anywhere, and with dropout."""
-    if query.is_cuda:  # with grouped heads only flash attention, which has no float32, avoids materialising the scores
-        key, value = (with_heads_of(query, tensor) for tensor in (key, value))
-    sliding_window = variant.sliding_window
+def _attend_sample_by_sample(query: Tensor, key: Tensor, value: Tensor, samples: SampleLayout, layer: _Layer) -> Tensor:
+    """Compute `packed_attention` anywhere, and with every term that scores may have."""
     outputs = []
-    begin = 0
-    for length in lengths:
-        span = slice(begin, begin + length)
-        mask = None
-        if sliding_window and length > sliding_window:
-            position = torch.arange(length, device=query.device)
-            distance = position[:, None] - position[None, :]
-            mask = (distance >= 0) & (distance < sliding_window)
-        sample = F.scaled_dot_product_attention(
-            query[:, :, span],
-            key[:, :, span],
-            value[:, :, span],
-            attn_mask=mask,
-            dropout_p=variant.dropout,
-            is_causal=mask is None,
-            scale=variant.scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        outputs.append(sample.transpose(1, 2))
-        begin += length
+    for span, length in zip(samples.spans, samples.lengths, strict=True):
+        part = layer.of_span(span)
+        mask = part.dense_mask if part.dense_mask is not None else part.mask.allowed(length, query.device)
+        attended = attend(query[:, :, span], key[:, :, span], value[:, :, span], mask, part.terms)
+        outputs.append(attended.transpose(1, 2))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
 def _attend_with_shared_prefixes(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: list[int],
-    prefix_of: tuple[int, ...],
-    variant: _Variant,
+    query: Tensor, key: Tensor, value: Tensor, samples: SampleLayout, layer: _Layer
 ) -> Tensor:
     """Compute attention for samples that may continue an earlier sample, which is computed once for all of them.
 
     Samples that continue the same one form a batch of rows, padded to the longest; a sample's own positions count on
     from the end of its prefix. Shapes: as in `packed_attention`.
     """
-    ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
-    spans = [slice(begin, end) for begin, end in itertools.pairwise(ends)]
+    if layer.dense_mask is not None or layer.terms.bias is not None:
+        raise ModelError("a mask or bias over the whole row cannot be used with a prompt shared by its continuations.")
+    lengths, spans, prefix_of = samples.lengths, samples.spans, samples.prefix_of
+    assert prefix_of is not None
     outputs: dict[int, Tensor] = {}
     for owner in (-1, *dict.fromkeys(prefix for prefix in prefix_of if prefix >= 0)):
         for rows in _group_rows(owner, prefix_of):
@@ -153,19 +176,8 @@ def _attend_with_shared_prefixes(
                 prefix_key, prefix_value = (tensor[:, :, spans[owner]] for tensor in (key, value))
                 keys = torch.cat([prefix_key.expand(len(rows), -1, -1, -1), keys], dim=2)
                 values = torch.cat([prefix_value.expand(len(rows), -1, -1, -1), values], dim=2)
-            at = torch.arange(longest, device=query.device)[:, None] + before
-            distance = at - torch.arange(before + longest, device=query.device)
-            window = variant.sliding_window
-            mask = distance >= 0 if not window else (distance >= 0) & (distance < window)
-            attended = F.scaled_dot_product_attention(
-                stack_rows(query),
-                keys,
-                values,
-                attn_mask=mask,
-                dropout_p=variant.dropout,
-                scale=variant.scaling,
-                enable_gqa=query.shape[1] != key.shape[1],
-            )
+            mask = layer.mask.allowed_after(before, longest, query.device)
+            attended = attend(stack_rows(query), keys, values, mask, layer.terms)
             for row, prefix in zip(rows, attended, strict=True):
                 outputs[row] = prefix[:, : lengths[row]].transpose(0, 1)
     return torch.cat([outputs[row] for row in range(len(lengths))])[None]
@@ -177,15 +189,5 @@ def _group_rows(owner: int, prefix_of: tuple[int, ...]) -> list[list[int]]:
     return [[row] for row in rows] if owner < 0 else [rows]
 
 
-def with_heads_of(query: Tensor, key_or_value: Tensor) -> Tensor:
-    """Return keys or values repeated to the query's number of heads. Shapes: [1, heads, T, D], [1, kv_heads, T, D]."""
-    repeats = query.shape[1] // key_or_value.shape[1]
-    return key_or_value if repeats == 1 else key_or_value.repeat_interleave(repeats, dim=1)
-
-
-def _skip_mask(*_: Any, **__: Any) -> None:
-    """Build no mask: `lengths` already contains the information of a mask."""
-
-
 AttentionInterface.register(IMPLEMENTATION, packed_attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _skip_mask)
+ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, describe_mask)

@@ -22,11 +22,13 @@ from transformers.initialization import no_init_weights
 
 from surefoot.errors import ModelError
 from surefoot.models import attention, experts, vision
+from surefoot.models.checkpoint_weights import check_weights_fill
+from surefoot.models.decoder_layers import decoder_layers
 from surefoot.models.dtensor_blocks import load_full
+from surefoot.models.isolation import Isolation, isolate_samples
 from surefoot.models.lora import LoraSettings, LoraTargets, attach, initial_value, is_lora
 from surefoot.models.pretrained import (
     check_generation_config,
-    check_weights_fill,
     config_errors,
     load_config,
     load_tokenizer,
@@ -36,8 +38,11 @@ from surefoot.models.pretrained import (
     weight_errors,
 )
 from surefoot.models.quantization.base import FLOAT, WeightFormat
+from surefoot.models.quantization.released import find_quantization
 from surefoot.models.quantization.store_on_load import StoreOnLoad
 from surefoot.models.routing import RoutingRecorder, keep_routing_on_recompute
+from surefoot.models.sample_layout import accept_samples, keep_layout_on_recompute
+from surefoot.models.sample_masks import LAYER_KINDS
 from surefoot.models.weight_loading import computing_on, laid_out_like, parts_stay_in_host_memory, streamed
 
 __all__ = [
@@ -53,11 +58,6 @@ __all__ = [
     "trainable_parameters",
 ]
 
-LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")
-"""Names under which configs list the kind of each layer."""
-
-ATTENTION_KINDS = {"full_attention", "sliding_attention", "attention"}
-
 
 class Sharding(Protocol):
     """Layout of a model over ranks."""
@@ -68,6 +68,9 @@ class Sharding(Protocol):
 
     def apply(self, model: PreTrainedModel) -> None:
         """Shard the parameters of a model that has no storage yet, in place."""
+
+    def reshard(self, model: PreTrainedModel) -> None:
+        """Free the parameters that a forward without backward leaves gathered."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class BuiltModel:
     routing: RoutingRecorder
     autocast: bool
     """Whether float32 weights are trained with bfloat16 arithmetic, so forwards run under autocast."""
+    isolation: Isolation
 
 
 def build_without_storage(
@@ -99,7 +103,6 @@ def build_without_storage(
     """
     config = load_config(folder)
     stock = model_class(folder, config)
-    _check_samples_are_isolated(stock, config)
     if layers is not None:
         _keep_layers(config.get_text_config(), layers)
     stored = dtype if lora is not None else torch.float32
@@ -107,13 +110,15 @@ def build_without_storage(
     with quiet_transformers(), config_errors(folder), no_init_weights():
         model: PreTrainedModel = stock._from_config(config, dtype=stored, attn_implementation=attention)
         targets = attach(model, lora) if lora is not None else None
-    if any(experts.is_fused_experts(module) for module in model.modules()):
-        model.set_experts_implementation(experts.IMPLEMENTATION)
+    experts.plug_in(model)
     if targets is not None:
         _mark_trainable(model, targets)
     else:
         _freeze_beside_text(model, freeze_vision=freeze_vision)
-    return _prepare_for_training(model, targets, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
+    accept_samples(model)
+    return _prepare_for_training(
+        model, targets, dtype=dtype, gradient_checkpointing=gradient_checkpointing, isolation=Isolation()
+    )
 
 
 def _keep_layers(text: PreTrainedConfig, count: int) -> None:
@@ -133,6 +138,7 @@ def build_model(
     compile_layers: bool = False,
     sharding: Sharding | None = None,
     freeze_vision: bool = True,
+    for_packed_rows: bool = True,
 ) -> BuiltModel:
     """Load a causal LM for training, in full or as this rank's part of it.
 
@@ -143,7 +149,6 @@ def build_model(
     """
     config = load_config(folder)
     stock = model_class(folder, config)
-    _check_samples_are_isolated(stock, config)
     check_generation_config(folder)
     check_weights_fill(folder)
     attached_targets: list[LoraTargets] = []
@@ -176,9 +181,15 @@ def build_model(
     if lora is not None:
         _set_initial_values(model, lora)
     _align_weights(model)
-    built = _prepare_for_training(model, targets, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
+    with torch.autocast(device.type, torch.bfloat16, enabled=_is_mixed(model, dtype)):
+        isolation = isolate_samples(model, dtype, is_sharded=sharding is not None) if for_packed_rows else Isolation()
+    if sharding is not None:
+        sharding.reshard(model)  # weights may be loaded before the next forward
+    built = _prepare_for_training(
+        model, targets, dtype=dtype, gradient_checkpointing=gradient_checkpointing, isolation=isolation
+    )
     if compile_layers:
-        for layer in model.get_decoder().layers:
+        for layer in decoder_layers(model):
             layer.compile(dynamic=True)
     return built
 
@@ -193,35 +204,30 @@ def _check_router_dtype(stored: torch.dtype) -> None:
 
 
 def _prepare_for_training(
-    model: PreTrainedModel, targets: LoraTargets | None, *, dtype: torch.dtype, gradient_checkpointing: bool
+    model: PreTrainedModel,
+    targets: LoraTargets | None,
+    *,
+    dtype: torch.dtype,
+    gradient_checkpointing: bool,
+    isolation: Isolation,
 ) -> BuiltModel:
     model.train()
     routing = RoutingRecorder(model)
-    if gradient_checkpointing:
-        options: dict[str, Any] = {"use_reentrant": False}
-        if routing.names:
-            options["context_fn"] = keep_routing_on_recompute
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
-    mixed = dtype != torch.float32 and any(
-        p.requires_grad and not is_lora(name) for name, p in model.named_parameters()
-    )
-    return BuiltModel(model, targets, routing, autocast=mixed)
-
-
-def _check_samples_are_isolated(stock: type[PreTrainedModel], config: PreTrainedConfig) -> None:
-    """Raise ModelError for models in which samples of one batch would affect each other.
-
-    Only attention knows where samples end. Convolutions, recurrent states and chunked attention do not.
-    """
-    if not stock._supports_attention_backend:
-        raise ModelError(f"{stock.__name__} does not use transformers' attention interface, so samples would mix.")
-    text = config.get_text_config()
-    kinds = {kind for name in LAYER_KINDS for kind in getattr(text, name, None) or ()}
-    if kinds - ATTENTION_KINDS:
+    if gradient_checkpointing and not model.supports_gradient_checkpointing:
         raise ModelError(
-            f"{stock.__name__} mixes samples that share a batch: it has layers of kind "
-            f"{', '.join(sorted(kinds - ATTENTION_KINDS))}, which are not told where a sample ends."
+            f"gradient_checkpointing: transformers' {type(model).__name__} cannot recompute its layers. "
+            "Set gradient_checkpointing: false."
         )
+    if gradient_checkpointing:
+        keep_first = keep_routing_on_recompute if routing.names else keep_layout_on_recompute
+        options: dict[str, Any] = {"use_reentrant": False, "context_fn": keep_first}
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    return BuiltModel(model, targets, routing, autocast=_is_mixed(model, dtype), isolation=isolation)
+
+
+def _is_mixed(model: PreTrainedModel, dtype: torch.dtype) -> bool:
+    """Return whether float32 weights besides LoRA are trained in a model that computes in a smaller type."""
+    return dtype != torch.float32 and any(p.requires_grad and not is_lora(name) for name, p in model.named_parameters())
 
 
 def _add_lora_to_class(
@@ -252,12 +258,12 @@ def _load_weights(
         options["quantization_config"] = StoreOnLoad(weight_format)
     with quiet_transformers(), weight_errors(folder):
         # One GPU reads ahead in threads: that is faster, and its host memory holds only tensors in transit.
-        is_streamed = device.type == "cpu" or is_sharded
-        model, info = (streamed(cls) if is_streamed else cls).from_pretrained(
+        is_streamed = device.type == "cpu" or is_sharded or find_quantization(folder / "config.json") is not None
+        model, info = (streamed(cls, folder, dtype) if is_streamed else cls).from_pretrained(
             str(folder),
             config=config,
             dtype=dtype,
-            attn_implementation=vision.attention_of(config, attention.IMPLEMENTATION),
+            attn_implementation=vision.attention_of(config, attention.implementation_for(cls, config)),
             output_loading_info=True,
             local_files_only=True,
             **options,
@@ -273,8 +279,7 @@ def _load_weights(
                 f"{folder}: {len(names)} weights are {kind} for {cls.__name__}: {', '.join(names[:3])}. "
                 "Filling them with random values would train a broken model; use a complete checkpoint."
             )
-    if any(experts.is_fused_experts(module) for module in model.modules()):
-        model.set_experts_implementation(experts.IMPLEMENTATION)
+    experts.plug_in(model)
     if weight_format is not FLOAT:
         model.hf_quantizer.remove_quantization_config(model)  # a model that is written has its own types
     return model
@@ -293,6 +298,7 @@ def _add_sharding_to_class(
 
     def distribute(_cls: Any, model: PreTrainedModel, *_: Any) -> PreTrainedModel:
         mark(model)
+        experts.plug_in(model)
         sharding.apply(model)
         model._is_distributed_loading_by_transformers = True
         model._is_fsdp_managed_module = True

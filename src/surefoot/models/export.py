@@ -1,14 +1,14 @@
 """Export of plain HF folders: a base model with an adapter merged in, or weights that were trained in full.
 
 Merging holds one tensor in memory at a time, writing fully trained weights one decoder layer. The merged files have
-the base's names, shapes, types and layout: each base file's header is copied and its tensors follow, merged where the
-adapter has an update. transformers' own conversion mapping assigns base tensors to parameters, so hub names per expert
-and fused names both work.
+the base's names, shapes, types and layout (`stored_layout`): each base file's header is copied and its tensors follow,
+merged where the adapter has an update. A quantised base is written in bfloat16.
 """
 
 import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from itertools import groupby, islice
 from pathlib import Path
@@ -17,22 +17,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-    revert_weight_conversion,
-)
+from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 
 from surefoot.errors import ModelError
 from surefoot.models.adapter import read_contents
 from surefoot.models.build import load_config, meta_model
-from surefoot.models.resolve_model import weight_files
-from surefoot.models.safetensors_writer import INDEX, split_into_files, tensor_file
+from surefoot.models.checkpoint_weights import CheckpointWeights
+from surefoot.models.quantization.released import find_quantization
+from surefoot.models.resolve_model import read_json_object, weight_files
+from surefoot.models.safetensors_writer import INDEX, write_files
+from surefoot.models.stored_layout import Place, StoredLayout
 from surefoot.models.vision import vision_names
 from surefoot.system.atomic_io import new_folder, write_json
 from surefoot.system.safetensors_header import read_header
@@ -45,7 +39,6 @@ PROCESSOR_FILES = (
     "chat_template.json",
 )
 """Files of models that read images, besides those that their tokenizer saves."""
-EXPERT_NUMBER = re.compile(r"\.experts\.(\d+)\.")
 
 
 def write_model(
@@ -80,23 +73,13 @@ def write_model(
 
     specs = [convert_to_stored({name: torch.empty(shapes[name], device="meta") for name in names}) for names in layers]
     remaining_values = iter(values)
-    places: dict[str, str] = {}
-    for file_name, numbers in split_into_files(specs):
-        header = {name: spec for number in numbers for name, spec in specs[number].items()}
-        places |= dict.fromkeys(header, file_name)
-        with tensor_file(folder / file_name, header) as file:
-            for number in numbers:
-                layer = dict(islice(remaining_values, len(layers[number])))
-                assert list(layer) == layers[number]
-                stored = convert_to_stored(layer)
-                del layer
-                while stored:
-                    name = next(iter(stored))
-                    file.write(name, stored.pop(name))
-    if len(set(places.values())) > 1:
-        total = sum(spec.nbytes for layer in specs for spec in layer.values())
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+    def read_layer(number: int) -> dict[str, Tensor]:
+        layer = dict(islice(remaining_values, len(layers[number])))
+        assert list(layer) == layers[number]
+        return convert_to_stored(layer)
+
+    write_files(folder, specs, read_layer)
     # transformers does not tie weights that the base holds twice with different values, whatever its config sets.
     model.config.tie_word_embeddings &= shapes.keys() <= {*dict(model.named_parameters()), *buffers}
     _write_config(folder, base, model)
@@ -137,21 +120,9 @@ def stored_buffers(model: PreTrainedModel) -> list[str]:
     return sorted({name for name, _ in model.named_buffers()} & model.state_dict().keys())
 
 
-def read_untrained(base: Path, trained: Container[str]) -> dict[str, Tensor]:
-    """Read the tensors of a base model that full fine-tuning leaves unchanged: buffers, a frozen vision tower."""
-    model = meta_model(base)
-    untrained_names = {*stored_buffers(model), *(name for name in vision_names(model) if name not in trained)}
-    if not untrained_names:
-        return {}
-    get_place = _build_place_lookup(base)
-    tensors: dict[str, Tensor] = {}
-    for path in weight_files(base):
-        with safe_open(path, framework="pt") as file:
-            names: list[str] = list(file.keys())
-            tensors |= {
-                get_place(name)[0]: file.get_tensor(name) for name in names if get_place(name)[0] in untrained_names
-            }
-    return tensors
+def untrained_names(model: PreTrainedModel, trained: Container[str]) -> list[str]:
+    """Return the names of what full fine-tuning leaves unchanged: buffers, a frozen vision tower."""
+    return [*stored_buffers(model), *(name for name in vision_names(model) if name not in trained)]
 
 
 def _get_layer(name: str) -> str:
@@ -170,56 +141,82 @@ def merge_adapter(base: Path, adapter: Path, target: Path, finish: Callable[[Pat
     files = weight_files(base)
     if not files:
         raise ModelError(f"{base} has no *.safetensors weights to merge into.")
-    merger = _Merger(adapter)
-    find_place = _build_place_lookup(base)
+    merger = _Merger(adapter, StoredLayout(base))
+    is_quantised = find_quantization(base / "config.json") is not None
     with new_folder(target) as temporary:
-        for path in files:
+        if is_quantised:
+            _merge_quantised(base, temporary, merger)
+        for path in files if not is_quantised else ():
             try:
-                _merge_file(path, temporary / path.name, merger, find_place)
+                _merge_file(path, temporary / path.name, merger)
             except (SafetensorError, ValueError) as error:  # an invalid header is invalid JSON
                 raise ModelError(f"{path}: is no whole safetensors file: {error}. Fetch the model again.") from error
         merger.check_complete(base)
+        written = {path.name for path in temporary.iterdir()} | ({INDEX} if is_quantised else set())
         for path in sorted(base.iterdir()):
-            if path.is_file() and path.suffix not in (".safetensors", ".bin", ".gguf"):
+            if path.is_file() and path.suffix not in (".safetensors", ".bin", ".gguf") and path.name not in written:
                 shutil.copy2(path, temporary / path.name)
         finish(temporary)
     return target
 
 
 class _Merger:
-    """Adder of an adapter to the weights it belongs to, piece by piece; it tracks which parts are not merged yet."""
+    """Adder of an adapter to the weights it belongs to, stored tensor by stored tensor."""
 
-    def __init__(self, adapter: Path) -> None:
-        self._folder = adapter
-        self._content = read_contents(adapter)
-        self._left = {name: pair.numel for name, pair in self._content.low_rank.items()}
-        """Number of elements of each adapted weight that are not merged yet."""
-        self._left |= {name: value.numel() for name, value in self._content.whole.items()}
+    def __init__(self, adapter: Path, layout: StoredLayout) -> None:
+        self._folder, self._layout = adapter, layout
+        self._content = read_contents(adapter, layout.model)
+        self._merged: Counter[tuple[str, ...]] = Counter()
+        """Number of stored elements by the parameters that they belong to."""
 
-    def merge(self, parameter: str, value: Tensor, expert: int | None, rows: slice) -> Tensor:
-        """Return `value` plus its part of the adapter: of one expert (or of all, None), and of some output rows."""
-        full_weight = self._content.whole.get(parameter)
-        pair = self._content.low_rank.get(parameter)
-        if full_weight is None and pair is None:
+    def merge(self, stored: str, value: Tensor) -> Tensor:
+        """Return a stored tensor plus its part of the adapter."""
+        place = self._layout.find_place(stored)
+        self._merged[place.parameters] += value.numel()
+        full_weight = self._content.whole.get(place.parameters[0])
+        if full_weight is not None and place.converter is None:
+            self._check_shape(place.parameters[0], full_weight.shape, value.shape)
+            return full_weight.to(value.dtype)
+        if not any(name in self._content.low_rank for name in place.parameters):
             return value
-        if full_weight is not None:
-            update = full_weight
-        else:
-            assert pair is not None
-            a, b = (pair.a, pair.b) if expert is None else (pair.a[expert], pair.b[expert])
-            update = self._content.settings.scaling * (b[..., rows, :].float() @ a.float())
-        if update.shape != value.shape:
+        updates = {name: self._compute_update(place, name) for name in place.parameters}
+        update = self._layout.convert_to_stored(place, updates, value.shape)
+        self._check_shape(place.parameters[0], update.shape, value.shape)
+        return (value.float() + update).to(value.dtype)
+
+    def _compute_update(self, place: Place, parameter: str) -> Tensor:
+        """Return the update of a parameter, or of the place's expert in it, in float32."""
+        shape, pair, expert = self._layout.get_shape(parameter), self._content.low_rank.get(parameter), place.expert
+        if pair is None:
+            return torch.zeros(shape if expert is None else shape[1:])
+        self._check_shape(parameter, pair.shape, shape)
+        if expert is not None and expert >= shape[0]:
+            raise ModelError(f"{place.stored} is expert {expert} of {shape[0]}. Nothing was written.")
+        return self._content.settings.scaling * pair.multiply(expert)
+
+    def _check_shape(self, parameter: str, update: torch.Size, weight: torch.Size) -> None:
+        if update != weight:
             raise ModelError(
-                f"{self._folder}: its part for {parameter} has shape {tuple(update.shape)}, the base's weight "
-                f"{tuple(value.shape)}. Nothing was written. Is it the base this adapter was trained on?"
+                f"{self._folder}: its part for {parameter} has shape {tuple(update)}, the base's weight "
+                f"{tuple(weight)}. Nothing was written. Is it the base this adapter was trained on?"
             )
-        self._left[parameter] -= value.numel()
-        merged: Tensor = update if full_weight is not None else value.float() + update
-        return merged.to(value.dtype)
 
     def check_complete(self, base: Path) -> None:
         """Raise ModelError if any part of the adapter was not merged."""
-        lost = sorted(name for name, count in self._left.items() if count)
+        complete = {
+            name
+            for parameters, count in self._merged.items()
+            if count == sum(self._layout.get_shape(name).numel() for name in parameters)
+            for name in parameters
+        }
+        lost = sorted({*self._content.low_rank, *self._content.whole} - complete)
+        ties: dict[str, str] = self._layout.model.all_tied_weights_keys
+        if tied := next((name for name in lost if name in ties), None):
+            raise ModelError(
+                f"{self._folder}: {tied} and {ties[tied]} are one weight in {base}, and the adapter has a pair for "
+                "each of them, which cannot both be merged into it. Nothing was written. Use the adapter as it is: "
+                "PEFT and `surefoot chat` open it."
+            )
         if lost:
             raise ModelError(
                 f"{self._folder}: {len(lost)} parts of the adapter found no weight in {base}, the first is {lost[0]}. "
@@ -227,31 +224,23 @@ class _Merger:
             )
 
 
-Place = Callable[[str], tuple[str, int | None, int]]
+def _merge_quantised(base: Path, folder: Path, merger: _Merger) -> None:
+    """Write the weights of a quantised base, read back to bfloat16 and merged, and its config.json without it."""
+    stored = CheckpointWeights(base)
+    names = sorted(stored.weights, key=dot_natural_key)
+    specs = [
+        {name: torch.empty(stored.weights[name].shape, dtype=stored.get_dtype(name), device="meta")} for name in names
+    ]
+    write_files(folder, specs, lambda number: {names[number]: merger.merge(names[number], stored.read(names[number]))})
+    config = read_json_object(base / "config.json")
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict):
+            part.pop("quantization_config", None)
+            part |= dict.fromkeys({"dtype", "torch_dtype"} & part.keys(), "bfloat16")
+    write_json(folder / "config.json", config if "torch_dtype" in config else {**config, "dtype": "bfloat16"})
 
 
-def _build_place_lookup(base: Path) -> Place:
-    """Return a function from a stored name to (parameter of the model, expert, index of the piece of its rows)."""
-    model = meta_model(base)
-    transforms = get_model_conversion_mapping(model)
-    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-    converters = [t for t in transforms if isinstance(t, WeightConverter)]
-    state = model.state_dict()
-
-    def find_place(stored: str) -> tuple[str, int | None, int]:
-        parameter, pattern = rename_source_key(stored, renamings, converters, model.base_model_prefix, state)
-        if pattern is None:
-            return parameter, None, 0
-        converter = next(c for c in converters if pattern in c.source_patterns)
-        number = EXPERT_NUMBER.search(stored)
-        if number is None or not all(isinstance(step, MergeModulelist | Concatenate) for step in converter.operations):
-            raise ModelError(f"{base}: {stored} is stored in a layout that cannot be merged yet ({pattern}).")
-        return parameter, int(number[1]), converter.source_patterns.index(pattern)
-
-    return find_place
-
-
-def _merge_file(source: Path, target: Path, merger: _Merger, find_place: Place) -> None:
+def _merge_file(source: Path, target: Path, merger: _Merger) -> None:
     """Copy one safetensors file, merging tensor by tensor. The header (names, types, offsets) is unchanged."""
     header = read_header(source)
     with open(source, "rb") as file:
@@ -259,8 +248,5 @@ def _merge_file(source: Path, target: Path, merger: _Merger, find_place: Place) 
     with open(target, "wb") as out, safe_open(source, framework="pt") as tensors:
         out.write(header_as_stored)
         for name in sorted(header.tensors, key=lambda n: header.tensors[n].begin):
-            value: Tensor = tensors.get_tensor(name)
-            parameter, expert, piece = find_place(name)
-            rows = slice(None) if expert is None else slice(piece * value.shape[0], (piece + 1) * value.shape[0])
-            merged = merger.merge(parameter, value, expert, rows)
+            merged = merger.merge(name, tensors.get_tensor(name))
             out.write(merged.reshape(-1).contiguous().view(torch.uint8).numpy().data)

@@ -7,6 +7,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from surefoot.errors import InputError
+from surefoot.models.attention import own_implementation
 from surefoot.models.resolve_model import longest_context
 from surefoot.models.vision import attention
 
@@ -20,7 +21,7 @@ def generating(model: PreTrainedModel) -> Iterator[None]:
     training = model.training
     model.eval()
     try:
-        with attention(model, "sdpa"):
+        with attention(model, own_implementation(type(model))):
             yield
     finally:
         model.train(training)

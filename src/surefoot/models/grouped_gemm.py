@@ -3,7 +3,7 @@
 Independent of experts, LoRA and gradients. Two backends give the same numbers up to rounding: `F.grouped_mm` (one
 kernel, no host synchronisation) for bfloat16 on CUDA, and one `mm` per non-empty group written in place elsewhere.
 
-Shapes: S rows sorted by group, E groups; `x [S, in]`, `dy [S, out]`, `weight [E, out, in]`.
+Shapes: S rows sorted by group, E groups; `x [S, in]`, `dy [S, out]`, `weight [E, out, in]`, `bias [E, out]`.
 """
 
 from dataclasses import dataclass
@@ -107,3 +107,36 @@ def grouped_linear_dw(dy: Tensor, x: Tensor, groups: Groups, scale: float = 1.0)
         else:
             torch.addmm(dw[group], dy[begin:end].t(), x[begin:end], beta=0, alpha=scale, out=dw[group])
     return dw
+
+
+def grouped_bias_add_(y: Tensor, bias: Tensor, groups: Groups) -> Tensor:
+    """Compute `y[s] += bias[group of s]`, in place."""
+    if groups.spans is None:
+        return y.add_(_repeat_by_group(bias, y, groups))
+    for group, begin, end in groups.spans:
+        y[begin:end].add_(bias[group])
+    return y
+
+
+def grouped_dot(dy: Tensor, bias: Tensor, groups: Groups) -> Tensor:
+    """Compute `dy[s] @ bias[group of s]`: [S, out] -> [S]."""
+    if groups.spans is None:
+        return (dy * _repeat_by_group(bias, dy, groups)).sum(-1)
+    product = dy.new_empty(dy.shape[0])
+    for group, begin, end in groups.spans:
+        torch.mv(dy[begin:end], bias[group], out=product[begin:end])
+    return product
+
+
+def grouped_sum(dy: Tensor, groups: Groups) -> Tensor:
+    """Compute the gradient of `grouped_bias_add_` by its biases: [S, out] -> [E, out]. Empty groups get zeros."""
+    if groups.spans is None:  # a product, because adding by index is not deterministic on CUDA
+        return grouped_linear_dw(dy, dy.new_ones(dy.shape[0], STRIDE_ELEMENTS), groups)[..., 0]
+    total = dy.new_zeros(groups.counts.shape[0], dy.shape[1])
+    for group, begin, end in groups.spans:
+        torch.sum(dy[begin:end], 0, out=total[group])
+    return total
+
+
+def _repeat_by_group(bias: Tensor, like: Tensor, groups: Groups) -> Tensor:
+    return bias.repeat_interleave(groups.counts, dim=0, output_size=like.shape[0])

@@ -11,28 +11,33 @@ Source: Hu et al., https://arxiv.org/abs/2106.09685; rank-stabilised scaling: Ka
 import difflib
 import hashlib
 import math
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers import PreTrainedModel
 
 from surefoot.config import RunConfig
 from surefoot.errors import ModelError
 from surefoot.models.dtensor_blocks import block_of
-from surefoot.models.experts import PROJECTIONS, is_fused_experts
-from surefoot.models.quantization.base import FLOAT, FrozenLinear, WeightFormat, format_of, keep_stored, stored_weight
-from surefoot.models.routing import router_names
-from surefoot.models.vision import vision_names, vision_parts
+from surefoot.models.expert_layouts import WITHOUT_STACKS, Stack, expert_stacks
+from surefoot.models.lora_linear import ADAPTED_CLASSES, adopt, create_parameter, is_plain
+from surefoot.models.quantization.base import FLOAT, WeightFormat, keep_stored
+from surefoot.models.routing import router_weight_owners
+from surefoot.models.vision import vision_parts
 
 GROUPS = ("attention", "mlp", "experts", "router", "all", "vision")
+IN_LAYER = re.compile(r"\.\d+\.", re.ASCII)
+OF_ONE_EXPERT = re.compile(r"\bexperts\.\d+\.", re.ASCII)
+"""Name of a linear layer in a list of experts that are modules of their own."""
+OF_MLP_BLOCKS = ("mlp", "feed_forward", "ffn")
+OF_BARE_MLPS = ("fc1", "fc2")
+"""Names of the MLP's linear layers where the decoder layer itself owns them (OPT, XGLM)."""
 OF_MLPS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 """Names of linear layers in dense MLPs and shared experts, and in some models in experts."""
 
@@ -77,77 +82,9 @@ class LoraTargets:
     linears: list[str] = field(default_factory=list)
     """Names of linear modules."""
     experts: list[str] = field(default_factory=list)
-    """Names of fused expert parameters (`model.layers.0.mlp.experts.gate_up_proj`)."""
+    """Names of stacks of experts (`model.layers.0.mlp.experts.gate_up_proj`)."""
     routers: list[str] = field(default_factory=list)
-    """Names of router modules, whose small weights are trained in full."""
-
-
-def _create_parameter(*shape: int) -> nn.Parameter:
-    """Return a parameter to train, in float32 regardless of the type of its base."""
-    return nn.Parameter(torch.empty(shape, dtype=torch.float32))
-
-
-class LoraLinear(FrozenLinear):
-    """A linear layer with `lora_A [r, in]` and `lora_B [out, r]` beside its weight."""
-
-    lora_A: nn.Parameter  # noqa: N815 - PEFT's names
-    lora_B: nn.Parameter  # noqa: N815
-    lora_scaling: float
-    lora_dropout: float
-
-    @staticmethod
-    def adopt(linear: nn.Linear, settings: LoraSettings) -> None:
-        """Give an existing linear layer its low-rank pair, in place, so that no name changes."""
-        linear.__class__ = LoraLinear
-        assert isinstance(linear, LoraLinear)
-        linear.lora_A = _create_parameter(settings.rank, linear.in_features)
-        linear.lora_B = _create_parameter(linear.out_features, settings.rank)
-        linear.lora_scaling = settings.scaling
-        linear.lora_dropout = settings.dropout
-
-    def forward(self, input: Tensor) -> Tensor:
-        a, b = self.lora_A.to(input.dtype), self.lora_B.to(input.dtype)
-        if self.lora_dropout and self.training:
-            low = F.linear(F.dropout(input, self.lora_dropout), a)
-            return super().forward(input) + self.lora_scaling * F.linear(low, b)
-        stored = stored_weight(self, "weight")
-        return _LoraLinear.apply(input, self.bias, a, b, self.lora_scaling, format_of(self), *stored)  # type: ignore[no-any-return,no-untyped-call]
-
-
-class _LoraLinear(torch.autograd.Function):
-    """y = x W^T + b + s (x A^T) B^T with W and b frozen: one pass over y forward, and only dx, dA, dB backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        bias: Tensor | None,
-        a: Tensor,
-        b: Tensor,
-        scaling: float,
-        weight_format: WeightFormat,
-        *stored: Tensor,
-    ) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        low = rows @ a.t()
-        y = weight_format.linear(rows, stored, bias)
-        y.addmm_(low, b.t(), alpha=scaling)
-        ctx.save_for_backward(rows, low, a, b, *stored)
-        ctx.scaling, ctx.shape, ctx.weight_format = scaling, x.shape, weight_format
-        return y.view(*x.shape[:-1], -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
-        rows, low, a, b, *stored = ctx.saved_tensors
-        d_rows = d_y.reshape(-1, d_y.shape[-1])
-        d_low = d_rows @ b
-        d_x = None
-        if ctx.needs_input_grad[0]:
-            d_x = ctx.weight_format.linear_dx(d_rows, stored).addmm_(d_low, a, alpha=ctx.scaling).view(ctx.shape)
-        d_a = (d_low.t() @ rows).mul_(ctx.scaling)
-        d_b = (low.t() @ d_rows).mul_(ctx.scaling).t()  # thin products are faster with their short side as rows
-        return d_x, None, d_a, d_b, None, None, *(None for _ in stored)
+    """Names of the modules that hold the matrices of routers, which are small and trained in full."""
 
 
 def find_targets(model: PreTrainedModel, targets: Iterable[str]) -> LoraTargets:
@@ -157,34 +94,29 @@ def find_targets(model: PreTrainedModel, targets: Iterable[str]) -> LoraTargets:
     vision tower are matched by full name only, because some have the same names as modules of the decoder.
     Raises: ModelError for a target that matches nothing, with the nearest names.
     """
-    groups = _collect_groups(model)
-    expert_parameters = set(groups["experts"])
-    linears = _linear_names(model)
+    groups, stacks = _collect_groups(model), dict(expert_stacks(model))
+    in_tower, linears = set(groups["vision"]), _linear_names(model)
     chosen: set[str] = set()
     for target in targets:
         if target in groups:
             matches = set(groups[target])
         else:
-            in_tower = set(groups["vision"])
+            # `down_proj` means the linear layers; stacks of experts are named with their module: `experts.down_proj`.
+            named = linears | (stacks.keys() if "." in target else set())
+            spellings = (target, target.removesuffix(".weight"))  # adapters name some linear layers by their weight
             matches = {
                 n
-                for n in linears | expert_parameters
-                if n == target or (n.endswith(f".{target}") and n not in in_tower)
+                for n in named
+                if n in spellings or (n.endswith(tuple(f".{name}" for name in spellings)) and n not in in_tower)
             }
-            if (
-                "experts" not in target
-            ):  # `down_proj` means the linear layers; expert stacks are named `experts.down_proj`
-                matches -= expert_parameters
         if not matches:
-            raise ModelError(
-                _describe_missing_target(target, groups, linears | expert_parameters, type(model).__name__)
-            )
+            raise ModelError(_describe_missing_target(target, groups, model))
         chosen |= matches
-    order = [name for name, _ in model.named_modules()]
+    order, routers = [name for name, _ in model.named_modules()], chosen & set(groups["router"])
     return LoraTargets(
-        linears=[name for name in order if name in chosen & linears],
-        experts=[name for name, _ in model.named_parameters() if name in chosen & expert_parameters],
-        routers=[name for name in order if name in chosen & set(groups["router"])],
+        linears=[name for name in order if name in chosen & linears - routers],
+        experts=[name for name, _ in model.named_parameters() if name in chosen & stacks.keys()],
+        routers=[name for name in order if name in routers],
     )
 
 
@@ -193,10 +125,8 @@ def experts_left_out(model: PreTrainedModel, targets: Iterable[str]) -> list[str
 
     In models whose experts are single linear layers `down_proj` names them; here they are stacks, named `experts`.
     """
-    experts = [module for module in model.modules() if is_fused_experts(module)]
-    if not experts or any(
-        parameter.requires_grad for module in experts for parameter in module.parameters(recurse=False)
-    ):
+    owners = {stack.owner for _, stack in expert_stacks(model)}
+    if not owners or any(parameter.requires_grad for owner in owners for parameter in owner.parameters(recurse=False)):
         return []
     return [target for target in targets if target in OF_MLPS]
 
@@ -206,57 +136,67 @@ def tower_names(model: PreTrainedModel) -> set[str]:
     return set(_collect_groups(model)["vision"])
 
 
-def _linear_names(model: PreTrainedModel) -> set[str]:
-    return {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-
-
 def adaptable_names(model: PreTrainedModel) -> set[str]:
-    """Return the names that an adapter's short names could match: linear modules, fused experts, modules of the tower.
+    """Return the names of every linear module and every stack of experts of a model."""
+    return _linear_names(model) | dict(expert_stacks(model)).keys()
 
-    PEFT refuses a short name that matches a module of another kind, such as the wrapped layers of Gemma 4's tower.
-    """
-    in_tower = {f"{part}.{name}" for part, owner in vision_parts(model).items() for name, _ in owner.named_modules()}
-    return _linear_names(model) | in_tower | set(_collect_groups(model)["experts"])
+
+def _linear_names(model: PreTrainedModel) -> set[str]:
+    return {name for name, module in model.named_modules() if isinstance(module, tuple(ADAPTED_CLASSES))}
 
 
 def _collect_groups(model: PreTrainedModel) -> dict[str, list[str]]:
-    routers = router_names(model)
-    experts = [name for name, module in model.named_modules() if is_fused_experts(module)]
-    attention, mlp = [], []
-    in_tower = [
+    groups: dict[str, list[str]] = {group: [] for group in GROUPS}
+    groups["router"] = router_weight_owners(model)
+    groups["vision"] = [
         f"{part}.{name}".rstrip(".")
         for part, owner in vision_parts(model).items()
         for name, module in owner.named_modules()
         # torch's own attention reads the weight of the latter without calling it.
         if isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear)
     ]
-    beside_text = {name.rpartition(".")[0] for name in vision_names(model)}
+    prefix = _decoder_prefix(model)
+    linears = _linear_names(model) - {*groups["vision"], *groups["router"]}
     for name, module in model.named_modules():
-        if name in beside_text:
-            continue
-        if isinstance(module, nn.Linear) and ".layers." in f".{name}" and name not in routers:
-            parents = name.split(".")[:-1]
-            if any("attn" in part or "attention" in part for part in parents):
-                attention.append(name)
-            elif any("mlp" in part or "feed_forward" in part for part in parents) and module.out_features > 1:
-                mlp.append(name)  # a gate with one output (Qwen2-MoE's shared_expert_gate) is too small to adapt
-    expert_parameters = [f"{name}.{part}" for name in experts for part in PROJECTIONS]
-    return {
-        "attention": attention,
-        "mlp": mlp,
-        "experts": expert_parameters,
-        "router": routers,
-        "all": attention + mlp + expert_parameters,
-        "vision": in_tower,
-    }
+        if name in linears and name.startswith(prefix) and (group := _group_of(name, module)) is not None:
+            groups[group].append(name)
+    groups["experts"] += [name for name, _ in expert_stacks(model)]
+    groups["all"] = groups["attention"] + groups["mlp"] + groups["experts"]
+    return groups
 
 
-def _describe_missing_target(target: str, groups: dict[str, list[str]], names: set[str], model_name: str) -> str:
+def _decoder_prefix(model: PreTrainedModel) -> str:
+    decoder = model.get_decoder()
+    return next((f"{name}." for name, module in model.named_modules() if module is decoder and name), "")
+
+
+def _group_of(name: str, linear: nn.Module) -> str | None:
+    """Return the group of a linear layer of the decoder; None for one that is never adapted as part of a group."""
+    if IN_LAYER.search(name) is None or not is_plain(linear):
+        return None
+    *parents, leaf = name.split(".")
+    if "router" in name:
+        return None
+    if OF_ONE_EXPERT.search(name):
+        return "experts"
+    if any("attn" in part or "attention" in part for part in parents):
+        return "attention"
+    is_mlp = leaf in OF_BARE_MLPS or any(word in part for word in OF_MLP_BLOCKS for part in parents)
+    # A gate with one output (Qwen2-MoE's shared_expert_gate) is too small to adapt.
+    return "mlp" if is_mlp and getattr(linear, "out_features", 2) > 1 else None
+
+
+def _describe_missing_target(target: str, groups: dict[str, list[str]], model: PreTrainedModel) -> str:
+    model_name = type(model).__name__
     if target in GROUPS:
         present = [group for group, members in groups.items() if members]
+        reasons = {WITHOUT_STACKS.get(type(module).__name__) for module in model.modules()} - {None}
+        why = f" ({'; '.join(map(str, reasons))})" if target == "experts" and reasons else ""
         return (
-            f"target_modules: the group '{target}' is empty in {model_name}. Groups with members: {', '.join(present)}."
+            f"target_modules: the group '{target}' is empty in {model_name}{why}. "
+            f"Groups with members: {', '.join(present)}."
         )
+    names = adaptable_names(model)
     endings = {".".join(name.split(".")[-2:]) for name in names} | {name.split(".")[-1] for name in names}
     near = difflib.get_close_matches(target, [*GROUPS, *sorted(endings)], n=5, cutoff=0.4)
     leaf_names = sorted({name.split(".")[-1] for name in names})
@@ -283,30 +223,34 @@ def attach(model: PreTrainedModel, settings: LoraSettings) -> LoraTargets:
     targets = checked_targets(model, settings)
     for name in targets.linears:
         module = model.get_submodule(name)
-        if type(module) is not nn.Linear:
+        if type(module) not in ADAPTED_CLASSES:
             raise ModelError(
                 f"target_modules: {name} is a {type(module).__name__}, not a plain linear layer; leave it out."
             )
-        LoraLinear.adopt(module, settings)
+        adopt(module, settings.rank, settings.scaling, settings.dropout)
+    stacks = dict(expert_stacks(model))
     for name in targets.experts:
-        owner, _, projection = name.rpartition(".")
-        module = model.get_submodule(owner)
-        num_experts, out_features, in_features = getattr(module, projection).shape
-        setattr(module, f"{projection}_lora_A", _create_parameter(num_experts, settings.rank, in_features))
-        setattr(module, f"{projection}_lora_B", _create_parameter(num_experts, out_features, settings.rank))
-        module.lora_scaling = settings.scaling
+        _adopt_stack(stacks[name], settings)
     if settings.weight_format is not FLOAT:
         store_frozen_weights(model, settings.weight_format)
     return targets
 
 
+def _adopt_stack(stack: Stack, settings: LoraSettings) -> None:
+    shape_a = (stack.num_experts, settings.rank, stack.in_features)
+    shape_b = (stack.num_experts, stack.out_features, settings.rank)
+    setattr(stack.owner, f"{stack.leaf}_lora_A", create_parameter(*shape_a))
+    setattr(stack.owner, f"{stack.leaf}_lora_B", create_parameter(*shape_b))
+    stack.owner.lora_scaling = settings.scaling  # type: ignore[assignment]
+
+
 def store_frozen_weights(model: PreTrainedModel, weight_format: WeightFormat) -> None:
     """Store in a format what the group `all` names: the decoder's linear layers and experts, adapted or not."""
-    targets = find_targets(model, ["all"])
-    weights = [(name, "weight") for name in targets.linears]
-    weights += [(owner, leaf) for owner, _, leaf in (name.rpartition(".") for name in targets.experts)]
-    for owner, leaf in weights:
-        keep_stored(model.get_submodule(owner), leaf, weight_format)
+    targets, stacks = find_targets(model, ["all"]), dict(expert_stacks(model))
+    linears = [model.get_submodule(name) for name in targets.linears]
+    weights = [(linear, "weight") for linear in linears if isinstance(linear, nn.Linear)]
+    for owner, leaf in [*weights, *((stacks[name].owner, stacks[name].leaf) for name in targets.experts)]:
+        keep_stored(owner, leaf, weight_format)
 
 
 def is_lora(name: str) -> bool:

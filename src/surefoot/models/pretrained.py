@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -30,15 +30,14 @@ from transformers.models.auto.modeling_auto import (
 
 from surefoot.config.documents import read_text, shorten
 from surefoot.errors import ModelError, is_panic
-from surefoot.models.resolve_model import read_json_object, weight_files
+from surefoot.models.quantization.released import find_quantization
+from surefoot.models.resolve_model import read_json_object
 from surefoot.models.tokenizer_file import check_tokenizer_file
 
 MOST_LAYERS, MOST_EXPERTS, MOST_SIZE = 1000, 100_000, 2**31 - 1
 """Upper bounds of numbers in config.json: creating more modules would take minutes, or overflow."""
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Numbers of a config that every decoder has, and that are 1 or more."""
-MOST_MISSING = 2.0
-"""Ratio of a model's elements to those its files hold, above which nothing is allocated."""
 BAD_CONFIG = (
     AssertionError, AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError,
     ZeroDivisionError,
@@ -47,10 +46,10 @@ BAD_CONFIG = (
 
 
 def load_config(folder: Path) -> PreTrainedConfig:
-    """Return the model's configuration.
+    """Return the model's configuration; of quantised weights, as they are once they are read back.
 
     Raises: ModelError for a config.json that is malformed, an architecture that transformers does not have, and
-    quantised weights.
+    weights of a quantisation method that cannot be read back.
     """
     path = folder / "config.json"
     content = read_json_object(path)
@@ -78,14 +77,11 @@ def load_config(folder: Path) -> PreTrainedConfig:
         value = getattr(text, name, 1)
         if type(value) is not int or value < 1:
             raise ModelError(f"{path}: {name}={shorten(value)}; a whole number above 0 is needed. Correct it.")
-    quantised = getattr(config, "quantization_config", None)
-    if quantised:
-        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
-        method = method if isinstance(method, str) else "some method"
-        raise ModelError(
-            f"{folder}: its weights are quantised ({method}, quantization_config in config.json), and only "
-            "weights in bfloat16, float16 or float32 are trained here. Take the model's release without quantisation."
-        )
+    if find_quantization(path) is not None:
+        config.dtype = torch.bfloat16
+    for part in (config, text):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
     return config
 
 
@@ -155,29 +151,6 @@ def meta_model(folder: Path) -> PreTrainedModel:
     cls = model_class(folder, config)
     with quiet_transformers(), config_errors(folder), torch.device("meta"):
         return cls(config)
-
-
-def check_weights_fill(folder: Path) -> None:
-    """Raise ModelError, before memory is allocated, for files that are not exactly the weights of config.json's model.
-
-    They may be far too few, or include an adapter, which transformers would load, too.
-    """
-    if (folder / "adapter_config.json").is_file():
-        raise ModelError(
-            f"{folder} holds an adapter (adapter_config.json) beside a model's config.json, and transformers would "
-            "load both as one. Give the folder of the base model, and the adapter as init_adapter or --adapter."
-        )
-    described = sum(parameter.numel() for parameter in meta_model(folder).parameters())
-    stored = 0
-    for path in weight_files(folder):
-        with weight_errors(path), safe_open(path, framework="pt") as file:
-            names: list[str] = list(file.keys())
-            stored += sum(torch.Size(file.get_slice(name).get_shape()).numel() for name in names)
-    if described > MOST_MISSING * stored:
-        raise ModelError(
-            f"{folder}: config.json describes a model of {described} parameters, and the weight files hold {stored}. "
-            "Is the folder complete, its config.json its own?"
-        )
 
 
 def load_tokenizer(folder: Path, chat_template: str | None = None) -> PreTrainedTokenizerBase:

@@ -1,10 +1,13 @@
 """Decisions of routers: recorded in a forward, for the load-balancing loss and the expert-load metrics, or replayed.
 
-Works for every model that declares where its router logits are (`_can_record_outputs`).
+Works for every model that declares where its router logits are (`_can_record_outputs`). Routers return (logits,
+weights, experts), whether they choose by softmax, by sigmoid with a correction bias, within groups, or by token (hash
+routing); the others are one entry of `OUTPUT_FORMS` each. Routers that return no choice (DBRX) are not recorded.
 Recomputation under gradient checkpointing happens outside `recording()`, so nothing is counted twice.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from surefoot.errors import ModelError
+from surefoot.models.expert_layouts import WITHOUT_STACKS
+from surefoot.models.sample_layout import KeptLayout
 
 PROBABILITIES_WITHIN = 0.02
 """Largest difference of their sum from 1, in bfloat16."""
@@ -33,17 +38,57 @@ class LayerRouting:
 def _find_router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
     classes = []
     for module in model.modules():
-        recorder = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
-        target = getattr(recorder, "target_class", recorder)
-        if isinstance(target, type):
-            classes.append(target)
+        recorders = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
+        for recorder in recorders if isinstance(recorders, list) else [recorders]:
+            target = getattr(recorder, "target_class", recorder)
+            if isinstance(target, type) and target.__name__ not in WITHOUT_STACKS:
+                classes.append(target)
     return tuple(classes)
 
 
 def router_names(model: PreTrainedModel) -> list[str]:
-    """Return the names of the model's router modules, in layer order; empty for a dense model."""
+    """Return the names of the model's router modules, in the order of a forward; empty for a dense model."""
     classes = _find_router_classes(model)
-    return [name for name, module in model.named_modules() if classes and isinstance(module, classes)]
+    names = [
+        name
+        for name, module in model.named_modules()
+        if classes and (isinstance(module, classes) or type(module).__name__.endswith("Router"))
+    ]
+    # A model may declare the block around its router.
+    routers = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
+    layers = [re.sub(r"(.*\.\d+)\..*", r"\1", name) for name in routers]
+    order = sorted(range(len(routers)), key=lambda i: (layers.index(layers[i]), "attention" not in routers[i]))
+    return [routers[i] for i in order]
+
+
+def router_weight_owners(model: PreTrainedModel) -> list[str]:
+    """Return the names of the modules that hold the matrices of routers: routers, or linear layers in them."""
+    routers = [(name, model.get_submodule(name)) for name in router_names(model)]
+    return [
+        ".".join(filter(None, (name, inner)))
+        for name, router in routers
+        for inner, module in router.named_modules()
+        if isinstance(weight := getattr(module, "weight", None), Tensor) and weight.dim() == 2
+    ]
+
+
+def _read_scores_of_all(router: Any, output: Any) -> tuple[Tensor, Tensor]:
+    scores, logits = output
+    return logits, (scores > 0).int().argsort(dim=-1, descending=True, stable=True)[:, : router.top_k]
+
+
+def _read_sorted_rows(router: Any, output: Any) -> tuple[Tensor, Tensor]:
+    order_S, _, _, sizes, logits = output
+    experts = torch.arange(len(sizes), device=logits.device)
+    ids_S = experts.repeat_interleave(torch.tensor(sizes, device=logits.device), output_size=len(order_S))
+    return logits, torch.empty_like(order_S).index_copy_(0, order_S, ids_S).view(-1, router.top_k)
+
+
+OUTPUT_FORMS: dict[str, Callable[[Any, Any], tuple[Tensor, Tensor]]] = {
+    "Llama4Router": _read_scores_of_all,
+    "JetMoeTopKGating": _read_sorted_rows,
+}
+"""Readers of (logits, experts) from the outputs of routers of other forms, by the name of their class."""
 
 
 class _Slot:
@@ -53,10 +98,13 @@ class _Slot:
         self.is_open = False
         self.kept: tuple[Tensor, Tensor] | None = None
 
-    def keep(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+    def keep(self, router: nn.Module, _inputs: Any, output: Any) -> None:
         """Store the router's output; a forward hook."""
-        is_known = isinstance(output, tuple) and len(output) == 3 and not output[2].is_floating_point()
-        if self.is_open and is_known:
+        if not self.is_open:
+            return
+        if (read := OUTPUT_FORMS.get(type(router).__name__)) is not None:
+            self.kept = read(router, output)
+        elif isinstance(output, tuple) and len(output) >= 3 and not output[2].is_floating_point():
             self.kept = output[0], output[2]
 
 
@@ -65,6 +113,8 @@ class RoutingRecorder:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.names = router_names(model)
+        self.num_experts = _count_choices(model, self.names)
+        """Number of experts that each router chooses among; None if that differs."""
         self._slots = [_Slot() for _ in self.names]
         for name, slot in zip(self.names, self._slots, strict=True):
             model.get_submodule(name).register_forward_hook(slot.keep)
@@ -83,6 +133,12 @@ class RoutingRecorder:
                 slot.is_open, slot.kept = False, None
 
 
+def _count_choices(model: PreTrainedModel, names: list[str]) -> int | None:
+    matrices = [[p for p in model.get_submodule(name).parameters() if p.dim() == 2] for name in names]
+    counts = {of_router[-1].shape[0] for of_router in matrices if of_router}
+    return int(counts.pop()) if len(counts) == 1 else None
+
+
 class ReplayedRouting(TorchDispatchMode):
     """Context in which routers choose given experts; weights and gradients are those of their own logits.
 
@@ -90,10 +146,15 @@ class ReplayedRouting(TorchDispatchMode):
     whatever the weights (arXiv:2507.18071, sec. 5.3; arXiv:2510.11370).
     """
 
-    def __init__(self, experts: Tensor) -> None:
-        """Shapes: experts int [T, layers, K], in the order of the forward's tokens; below 0 the router chooses."""
+    def __init__(self, experts: Tensor, num_experts: int | None = None) -> None:
+        """Shapes: experts int [T, layers, K], in the order of the forward's tokens; below 0 the router chooses.
+
+        `num_experts`: number of experts that a router chooses among. It tells the choice of experts from the choice of
+        their groups, which some routers take first.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self._replay = experts.long().unbind(1)
+        self._num_experts = num_experts
         self.own: list[Tensor] = []
         """Experts that each layer's router would have chosen: int64 [T, K]."""
 
@@ -107,18 +168,19 @@ class ReplayedRouting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        if func is not torch.ops.aten.topk.default:
+        is_choice = func is torch.ops.aten.topk.default and self._num_experts in (None, args[0].shape[-1])
+        if not is_choice:
             return output
         own = output[1]
         replayed = self._replay[len(self.own)] if len(self.own) < len(self._replay) else None
-        if replayed is None or replayed.shape != own.shape:
+        if replayed is None or (replayed.numel(), replayed.shape[-1]) != (own.numel(), own.shape[-1]):
             raise ModelError(
                 f"routing_replay: router {len(self.own)} chooses {tuple(own.shape)} (tokens, experts), but there are "
                 f"choices of {len(self._replay)} routers for it to repeat, of shape {tuple(self._replay[0].shape)}. "
                 "Set routing_replay: none."
             )
-        self.own.append(own)
-        index = torch.where(replayed < 0, own, replayed)
+        self.own.append(own.view_as(replayed))
+        index = torch.where(replayed < 0, own.view_as(replayed), replayed).view_as(own)
         return args[0].gather(-1, index), index
 
 
@@ -172,7 +234,8 @@ def keep_routing_on_recompute() -> tuple[TorchDispatchMode, TorchDispatchMode]:
 
     A router that decides differently the second time (other kernels, another reduction order) would change the number
     of rows an expert gets, and with it the saved shapes and every expert's gradient. Only the indices are kept: the
-    weights are computed again from them, because routers normalise them in place.
+    weights are computed again from them, because routers normalise them in place. The samples of the row are those of
+    the first forward, too.
     """
     chosen: list[Tensor] = []
     return _RememberChoices(chosen), _RepeatChoices(chosen)
@@ -194,10 +257,16 @@ class _RepeatChoices(TorchDispatchMode):
     def __init__(self, chosen: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._chosen = chosen
+        self._samples = KeptLayout()
         self._next = 0
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._samples.__exit__()
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> "_RepeatChoices":
         self._next = 0
+        self._samples.__enter__()
         return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

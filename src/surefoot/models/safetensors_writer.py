@@ -1,7 +1,7 @@
 """Writer of safetensors files, tensor by tensor, so that a model never has to be in one place in full."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -57,6 +57,28 @@ def tensor_file(path: Path, specs: Mapping[str, Tensor]) -> Iterator[TensorFile]
         writing = TensorFile(file, specs)
         yield writing
         writing.check_complete()
+
+
+def write_files(folder: Path, groups: list[dict[str, Tensor]], read_group: Callable[[int], dict[str, Tensor]]) -> None:
+    """Write the weights of a model and, if they need several files, their index.
+
+    `groups`: names, types and shapes, as tensors of the meta device. `read_group` returns the tensors of one; the
+    groups are read in order, and a tensor is freed when it is written.
+    """
+    places: dict[str, str] = {}
+    for file_name, numbers in split_into_files(groups):
+        header = {name: spec for number in numbers for name, spec in groups[number].items()}
+        places |= dict.fromkeys(header, file_name)
+        with tensor_file(folder / file_name, header) as file:
+            for number in numbers:
+                stored = read_group(number)
+                while stored:
+                    name = next(iter(stored))
+                    file.write(name, stored.pop(name))
+    if len(set(places.values())) > 1:
+        total = sum(spec.nbytes for group in groups for spec in group.values())
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def split_into_files(groups: list[dict[str, Tensor]]) -> list[tuple[str, list[int]]]:

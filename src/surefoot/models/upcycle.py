@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from surefoot.errors import ModelError
 from surefoot.models.build import load_config
-from surefoot.models.resolve_model import resolve_model, weight_files
+from surefoot.models.checkpoint_weights import CheckpointWeights
+from surefoot.models.resolve_model import resolve_model
 from surefoot.system.atomic_io import new_folder
 
 Form = Literal["mixtral", "qwen2_moe"]
@@ -199,23 +199,15 @@ def _build_layer(
 
 
 class _Reader:
-    """Reader of single tensors of a safetensors checkpoint, in one file or many."""
+    """Reader of single tensors of a dense model."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._file_of: dict[str, Path] = {}
-        for path in weight_files(folder):
-            try:
-                with safe_open(path, framework="pt") as file:
-                    self._file_of |= dict.fromkeys(file.keys(), path)
-            except (OSError, SafetensorError) as error:
-                raise ModelError(f"{path} cannot be read: {error}. Is a download cut short?") from error
-        self.names = sorted(self._file_of)
+        self._stored = CheckpointWeights(folder)
+        self.names = sorted(self._stored.weights)
 
     def read(self, name: str) -> Tensor:
         """Read one tensor. Raises: ModelError if there is none of this name."""
-        if name not in self._file_of:
+        if name not in self._stored.weights:
             raise ModelError(f"{self._folder}: its weights have no {name}, which a model of its type has.")
-        with safe_open(self._file_of[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor
+        return self._stored.read(name)

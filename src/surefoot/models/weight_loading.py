@@ -4,22 +4,26 @@ import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.core_model_loading import Transpose
 
+from surefoot.models.checkpoint_weights import CheckpointWeights
+
 GLIBC_MOST_BYTES = 1 << 25
 """Upper bound of glibc's own tuning of the threshold for large allocations."""
 
 
-def streamed(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
+def streamed(cls: type[PreTrainedModel], folder: Path, dtype: torch.dtype) -> type[PreTrainedModel]:
     """Return a subclass whose weights are read tensor by tensor as they are placed, so that at most one is held twice.
+
+    Quantised weights of `folder` are read back to `dtype`.
 
     transformers' own way maps the files into memory, which counts as every rank's, and reads ahead in threads without
     limit. With 4 ranks on one machine that held 2.1 times the checkpoint's bytes; this holds 1.06 times.
@@ -27,7 +31,7 @@ def streamed(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
     def load(model: PreTrainedModel, state_dict: Any, files: list[str] | None, *rest: Any) -> Any:
         if files and all(file.endswith(".safetensors") for file in files):
-            state_dict = _open_slices(files)
+            state_dict = CheckpointWeights(folder, dtype).slices
         with _load_one_tensor_at_a_time(), _detect_layout_from_part():
             return cls._load_pretrained_model(model, state_dict, files, *rest)
 
@@ -82,16 +86,6 @@ def _detect_layout_from_part() -> Iterator[None]:
         yield
     finally:
         Transpose.convert = original
-
-
-def _open_slices(files: list[str]) -> dict[str, Any]:
-    """Return a lazy slice of every tensor of safetensors files; slicing one reads that part."""
-    slices: dict[str, Any] = {}
-    for file in files:
-        pointer: Any = safe_open(file, framework="pt", backend="pread")
-        names: list[str] = pointer.keys()
-        slices |= {name: pointer.get_slice(name) for name in names}
-    return slices
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from surefoot.models.experts import is_fused_experts
+from surefoot.models.expert_layouts import is_fused_experts
 
 
 class _AllToAll(torch.autograd.Function):

@@ -14,7 +14,8 @@ from transformers.activations import ACT2FN
 from surefoot.diagnostics.preflight.model_size import pinned_bytes
 from surefoot.errors import ModelError
 from surefoot.models.build import BuiltModel, load_config
-from surefoot.models.experts import experts_of, is_fused_experts
+from surefoot.models.decoder_layers import decoder_layers
+from surefoot.models.expert_layouts import experts_of, is_fused_experts
 
 FP32_BYTES, HALF_BYTES = 4, 2
 FIELDS = (
@@ -102,7 +103,7 @@ def count_sizes(built: BuiltModel) -> Sizes:
     model = built.model
     expert_modules = [module for module in model.modules() if is_fused_experts(module)]
     expert_parameters = {parameter for module in expert_modules for parameter in module.parameters(recurse=False)}
-    layers = list(model.get_decoder().layers)
+    layers = list(decoder_layers(model))
     layer_elements = [_count_elements(layer, expert_parameters) for layer in layers]
     whole = _count_elements(model, expert_parameters)
     text = model.config.get_text_config()

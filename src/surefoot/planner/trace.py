@@ -21,9 +21,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from surefoot.data.collate import MicroBatch
 from surefoot.data.image_processor import Vision
-from surefoot.models.attention import SHARES_HEADS, with_heads_of
+from surefoot.models.attention import SHARES_HEADS
+from surefoot.models.attention_math import with_heads_of
 from surefoot.models.build import BuiltModel
-from surefoot.models.experts import is_fused_experts
+from surefoot.models.decoder_layers import decoder_layers
+from surefoot.models.expert_layouts import is_fused_experts
+from surefoot.models.sample_layout import current_layout
 from surefoot.models.vision import vision_tower
 from surefoot.planner.expert_dispatch import Exchange, exchanged_bytes
 from surefoot.planner.op_costs import ATTEND, ATTENTION_OPS, count_flops, count_moved_bytes, list_tensors
@@ -209,13 +212,15 @@ class _FlashAttention:
         self.is_on_gpu = False
 
     def __call__(
-        self, _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None, *,
-        lengths: list[int], **_: Any,
+        self, _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None, **_: Any
     ) -> tuple[Tensor, None]:  # fmt: skip
+        samples = current_layout()
+        assert samples is not None
+        lengths = samples.lengths
         width = value.shape[-1]
         if width != query.shape[-1]:  # latent attention has narrower values; the op needs one width
             value = torch.nn.functional.pad(value, (0, query.shape[-1] - width))
-            return self(_module, query, key, value, _mask, lengths=lengths)[0][..., :width], None
+            return self(_module, query, key, value, _mask)[0][..., :width], None
         if self.is_on_gpu:
             if not SHARES_HEADS:
                 key, value = (with_heads_of(query, states) for states in (key, value))
@@ -271,8 +276,8 @@ def trace_step(
     model = built.model
     excluded = [*model.parameters(), *model.buffers(), batch.ids, batch.position_ids, batch.cu_seq_lens,
              batch.target_positions, batch.targets]  # fmt: skip
-    layers = {
-        parameter: index for index, layer in enumerate(model.get_decoder().layers) for parameter in layer.parameters()
+    layers: dict[Tensor, int] = {
+        parameter: index for index, layer in enumerate(decoder_layers(model)) for parameter in layer.parameters()
     }
     live = _LiveTensors(excluded, gradient_share, layers, model.get_output_embeddings().out_features)
     saved: dict[str, int] = {}
@@ -315,7 +320,7 @@ def _track_layers(model: PreTrainedModel, live: _LiveTensors) -> Iterator[None]:
     def enter(*_: Any) -> None:
         live.enter_layer()
 
-    layers = list(model.get_decoder().layers)
+    layers = list(decoder_layers(model))
     hooks = [layer.register_forward_pre_hook(enter) for layer in layers]
     hooks.append(layers[-1].register_forward_hook(enter))
     try:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from surefoot.distributed.process_group import SINGLE_PROCESS, World
 from surefoot.errors import StorageError, SurefootError
@@ -74,9 +74,10 @@ class Saver:
         self._saved: CheckpointSaved | None = None
         self._is_abandoned = threading.Event()
 
-    def save(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, state: TrainState) -> None:
+    def save(self, tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, state: TrainState) -> None:
         """Copy this rank's part and write it in the background, once the previous save is complete.
 
+        `tensors`: parameters, and what is saved beside them and has no moments.
         Collective. Raises: StorageError on all ranks if the disk refuses any; older checkpoints stay.
         """
         self.wait()
@@ -84,7 +85,7 @@ class Saver:
         temporary = target.with_name(f".{target.name}.tmp")
         self._ranks.broadcast_from_rank0(lambda: _empty_folders(temporary, target))
         began = time.perf_counter()
-        blocks = self._copy_blocks(parameters, optimizer)
+        blocks = self._copy_blocks(tensors, optimizer)
         self._is_abandoned.clear()
         self._thread = threading.Thread(
             target=self._write, args=(temporary, target, blocks, state, began), name="saver", daemon=True
@@ -137,18 +138,18 @@ class Saver:
         if self._thread is not None:
             self._thread.join(DEADLINE_S)
 
-    def _copy_blocks(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> Blocks:
+    def _copy_blocks(self, tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> Blocks:
         """Return the blocks that this rank writes, copied to host memory."""
         blocks: Blocks = {
-            "model": {name: block_of(parameter) for name, parameter in parameters.items()},
+            "model": {name: block_of(tensor) for name, tensor in tensors.items()},
             "optimizer": {
-                f"{moment}.{name}": block_of(optimizer.state[parameter][moment])
-                for name, parameter in parameters.items()
-                if parameter in optimizer.state
+                f"{moment}.{name}": block_of(optimizer.state[tensor][moment])
+                for name, tensor in tensors.items()
+                if tensor in optimizer.state
                 for moment in MOMENTS
             },
         }
-        is_cuda = any(parameter.is_cuda for parameter in parameters.values())
+        is_cuda = any(tensor.is_cuda for tensor in tensors.values())
         copied: Blocks = {part: {} for part in PARTS}
         for part, named in blocks.items():
             for name, block in select_owned_blocks(named, is_first=self._ranks.is_first).items():

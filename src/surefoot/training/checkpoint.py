@@ -1,7 +1,7 @@
 """Checkpoints: listing, verification and loading. `async_checkpoint` writes them.
 
     step-00000100/manifest.json   format version, step, config, SHA-256 of every file and of itself (see `manifest`)
-                  model/          trained weights, a file per rank that wrote (see `sharded_tensors`)
+                  model/          trained weights, biases of routers, a file per rank that wrote (see `sharded_tensors`)
                   optimizer/      optimizer moments, under `<moment>.<parameter>`
                   state.json      counters
 
@@ -11,10 +11,11 @@ Nothing here depends on how many ranks wrote it. No pickle is written or read.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from surefoot.config import LoadedConfig, settings_class
 from surefoot.data.sampler import Position
@@ -23,6 +24,7 @@ from surefoot.findings import Finding
 from surefoot.methods.base import Method
 from surefoot.methods.registry import method_of
 from surefoot.models.dtensor_blocks import block_of
+from surefoot.models.router_bias import is_router_bias
 from surefoot.system.atomic_io import delete
 from surefoot.system.json_files import DamagedFile, is_count, is_number, read_object
 from surefoot.training.manifest import MANIFEST, NAME, STATE, check_files, read_manifest, refuse_unreadable
@@ -133,7 +135,10 @@ def verify(path: Path) -> dict[str, Any]:
     except CheckpointError as error:
         raise DamagedFile(str(error)) from error
     expected = {
-        f"{m}.{name}": torch.Size() if m == "step" else s for name, s in weights.shapes.items() for m in MOMENTS
+        f"{m}.{name}": torch.Size() if m == "step" else s
+        for name, s in weights.shapes.items()
+        if not is_router_bias(name)
+        for m in MOMENTS
     }
     name = next(
         (name for name in {**expected, **moments.shapes} if expected.get(name) != moments.shapes.get(name)), None
@@ -214,13 +219,19 @@ def check_resumable(loaded: LoadedConfig, path: Path, saved: TrainState, fresh: 
         )
 
 
-def load_checkpoint(path: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+def load_checkpoint(
+    path: Path,
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    biases: Mapping[str, Tensor] = MappingProxyType({}),
+) -> None:
     """Load this rank's part of a verified checkpoint's weights and moments.
 
+    `biases`: tensors that are saved beside the weights and have no moments.
     Raises: CheckpointError if names, shapes or types differ from this run's, or parts are missing.
     """
     weights, moments = ShardedTensors(path / "model"), ShardedTensors(path / "optimizer")
-    weights.check({name: (parameter.shape, parameter.dtype) for name, parameter in parameters.items()})
+    weights.check({name: (tensor.shape, tensor.dtype) for name, tensor in {**parameters, **biases}.items()})
     scalar = (torch.Size(), torch.float32)
     moments.check(
         {
@@ -229,6 +240,8 @@ def load_checkpoint(path: Path, parameters: Mapping[str, nn.Parameter], optimize
             for moment in MOMENTS
         }
     )
+    for name, bias in biases.items():
+        weights.fill(name, block_of(bias))
     for name, parameter in parameters.items():
         weights.fill(name, block_of(parameter))
         filled = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}

@@ -22,7 +22,7 @@ from surefoot.distributed.process_group import World
 from surefoot.errors import ConfigError, ModelError
 from surefoot.methods.base import BatchTotals, TrainContext
 from surefoot.models.build import meta_model
-from surefoot.models.experts import experts_of, is_fused_experts
+from surefoot.models.expert_layouts import can_be_shared_out, experts_of
 from surefoot.training.step import NotFinite, counts_of, train_step
 from surefoot.training.train_setup import build_train_context, sharding_of
 
@@ -72,7 +72,7 @@ def check_experts(loaded: LoadedConfig, base: Path) -> None:
     where = loaded.where("expert_parallel_size")
     if not counts:
         raise ConfigError(
-            f"expert_parallel_size={size}, but {loaded.run.model} has no experts to share out. "
+            f"expert_parallel_size={size}, but {loaded.run.model} has no experts that ranks can share. "
             f"Set expert_parallel_size: 1 ({where})."
         )
     if any(count % size for count in counts):
@@ -84,8 +84,8 @@ def check_experts(loaded: LoadedConfig, base: Path) -> None:
 
 
 def _read_expert_counts(base: Path) -> set[int]:
-    """Return the numbers of experts in the layers of a model."""
-    return {experts_of(module) for module in meta_model(base).modules() if is_fused_experts(module)}
+    """Return the numbers of experts in the layers of a model, where ranks can share them."""
+    return {experts_of(module) for module in meta_model(base).modules() if can_be_shared_out(module)}
 
 
 def possible_sizes(config: RunConfig, base: Path, num_ranks: int) -> list[int]:

@@ -9,14 +9,26 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surefoot.config import RunConfig, read_saved
 from surefoot.data.render import answer_ends
 from surefoot.errors import ConfigError, ModelError
-from surefoot.models.adapter import CONFIG, base_name, load_adapter_files, read_adapter, settings_of, write_adapter
+from surefoot.events import Emit, Notice
+from surefoot.models.adapter import (
+    CONFIG,
+    base_name,
+    load_adapter_files,
+    read_adapter,
+    settings_of,
+    tensors_beside,
+    write_adapter,
+)
+from surefoot.models.attention import own_implementation
 from surefoot.models.build import build_model, load_tokenizer, meta_model, trainable_parameters
+from surefoot.models.checkpoint_weights import check_weights_fill
 from surefoot.models.dtensor_blocks import load_full
-from surefoot.models.export import in_layers, merge_adapter, name_ends, read_untrained, write_model
+from surefoot.models.export import in_layers, merge_adapter, name_ends, untrained_names, write_model
 from surefoot.models.generate import end_tokens
-from surefoot.models.lora import LoraSettings, adaptable_names, lora_settings, tower_names
-from surefoot.models.pretrained import check_weights_fill
-from surefoot.models.resolve_model import local_path, resolve_model
+from surefoot.models.lora import LoraSettings, lora_settings
+from surefoot.models.quantization.released import find_quantization
+from surefoot.models.resolve_model import folder_here, local_path, resolve_model
+from surefoot.models.stored_layout import StoredLayout
 from surefoot.models.vision import attention_of
 from surefoot.system.atomic_io import new_folder
 from surefoot.system.json_files import DamagedFile
@@ -25,9 +37,10 @@ from surefoot.training.run_dir import saved_config
 from surefoot.training.sharded_tensors import ShardedTensors
 
 
-def export(run: Path, target: Path, *, merge: bool, step: int | None) -> Path:
+def export(run: Path, target: Path, *, merge: bool, step: int | None, emit: Emit = lambda _: None) -> Path:
     """Write the adapter or model of a run folder (or of its checkpoint `step`), or merge an adapter into its base.
 
+    `emit` receives a notice if a quantised base is written in another type.
     Raises: ModelError if there is nothing to export, or `target` exists.
     """
     if target.exists():
@@ -37,44 +50,53 @@ def export(run: Path, target: Path, *, merge: bool, step: int | None) -> Path:
             raise ModelError(
                 f"{run} is an adapter folder, which has no steps. Give the run folder to export step {step}."
             )
-        return _merge_or_copy(run, target, merge)
+        return _merge_or_copy(run, target, merge, emit)
     config = _read_config(run)
     settings = lora_settings(config)
     if settings is None and merge:
         raise ModelError(f"{run} was trained in full: there is no adapter to merge. Leave --merge out.")
+    if settings is None:
+        _note_quantization(folder_here(config.model), emit)
     finished = run / ("adapter" if settings else "model")
     if step is None and finished.is_dir():
-        return _merge_or_copy(finished, target, merge)
+        return _merge_or_copy(finished, target, merge, emit)
     checkpoint = _find_checkpoint(run, step)
     base = resolve_model(config.model, f"{run}/run.yaml")
     tokenizer = load_tokenizer(base, config.chat_template)
     saved = ShardedTensors(checkpoint / "model")
+    whole_model = meta_model(base)
+    is_full = settings is None
+    name_others = untrained_names if is_full else tensors_beside
+    untrained = StoredLayout(base).read(name_others(whole_model, saved.shapes))
+    all_shapes = {**{name: value.shape for name, value in untrained.items()}, **saved.shapes}
+    shapes = {name: all_shapes[name] for name in (in_layers(all_shapes) if is_full else all_shapes)}
+    values = ((name, saved.read(name) if name in saved.shapes else untrained[name]) for name in shapes)
     if settings is None:
-        untrained = read_untrained(base, saved.shapes)
-        shapes = {**saved.shapes, **{name: value.shape for name, value in untrained.items()}}
-        names = in_layers(shapes)
         with new_folder(target) as folder:
-            values = ((name, untrained[name] if name in untrained else saved.read(name)) for name in names)
-            write_model(folder, base, {name: shapes[name] for name in names}, values)
+            write_model(folder, base, shapes, values)
             name_ends(folder, answer_ends(tokenizer))
             tokenizer.save_pretrained(folder)
         return target
     adapter = target if not merge else target.with_name(f".{target.name}.adapter")
-    whole_model = meta_model(base)
-    about = base_name(config.model, base), adaptable_names(whole_model), tower_names(whole_model)
     with new_folder(adapter) as folder:
-        values = ((name, saved.read(name)) for name in saved.shapes)
-        write_adapter(folder, saved.shapes, values, settings, *about)
+        write_adapter(folder, shapes, values, settings, base_name(config.model, base), whole_model)
         tokenizer.save_pretrained(folder)
     if not merge:
         return adapter
     try:
-        return _merge_into_base(base, adapter, target)
+        return _merge_into_base(base, adapter, target, emit)
     finally:
         shutil.rmtree(adapter)
 
 
-def _merge_or_copy(finished: Path, target: Path, merge: bool) -> Path:
+def _note_quantization(base: Path | None, emit: Emit) -> None:
+    """Emit a notice if the weights of a base are quantised: what is exported is not."""
+    quantization = find_quantization(base / "config.json") if base is not None else None
+    if quantization is not None:
+        emit(Notice(quantization.describe_export()))
+
+
+def _merge_or_copy(finished: Path, target: Path, merge: bool, emit: Emit) -> Path:
     if not merge:
         if (finished / CONFIG).is_file():
             load_adapter_files(finished)  # a damaged one is not passed on
@@ -86,7 +108,7 @@ def _merge_or_copy(finished: Path, target: Path, merge: bool) -> Path:
     base = load_adapter_files(finished)[0].get("base_model_name_or_path")
     if not base or not isinstance(base, str):
         raise ModelError(f"{finished}/{CONFIG} names no base model.")
-    return _merge_into_base(resolve_model(base, f"{finished}/{CONFIG}"), finished, target)
+    return _merge_into_base(resolve_model(base, f"{finished}/{CONFIG}"), finished, target, emit)
 
 
 def _list_special_files(folder: str, names: list[str]) -> list[str]:
@@ -94,8 +116,9 @@ def _list_special_files(folder: str, names: list[str]) -> list[str]:
     return [name for name in names if not Path(folder, name).is_file() and not Path(folder, name).is_dir()]
 
 
-def _merge_into_base(base: Path, adapter: Path, target: Path) -> Path:
+def _merge_into_base(base: Path, adapter: Path, target: Path, emit: Emit) -> Path:
     """Write the base with the adapter merged in, and with the chat template that the adapter was trained with."""
+    _note_quantization(base, emit)
 
     def finish(folder: Path) -> None:
         own, trained = load_tokenizer(base), _load_tokenizer(adapter, base)
@@ -170,11 +193,11 @@ def load(source: str, adapter: Path | None) -> tuple[PreTrainedModel, PreTrained
         settings = settings_of(load_adapter_files(adapter)[0])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = build_model(base, lora=settings, device=device, dtype=dtype).model
+    model = build_model(base, lora=settings, device=device, dtype=dtype, for_packed_rows=False).model
     if adapter is not None and settings is not None:
         load_adapter(adapter, model, settings)
-    # The packed attention needs the lengths of packed samples, which callers do not have.
-    model.set_attn_implementation(attention_of(model.config, "sdpa"))
+    # Attention over packed samples needs the samples of a row, which callers do not have.
+    model.set_attn_implementation(attention_of(model.config, own_implementation(type(model))))
     model.eval()
     tokenizer = _load_tokenizer(adapter, base)
     # As trained: a base model's generation_config.json need not name the token with which the template ends answers.
@@ -185,6 +208,6 @@ def load(source: str, adapter: Path | None) -> tuple[PreTrainedModel, PreTrained
 def load_adapter(folder: Path, model: PreTrainedModel, settings: LoraSettings) -> None:
     """Load the values of a PEFT adapter into a model that was built with the same LoRA settings."""
     parameters = trainable_parameters(model)
-    values = read_adapter(folder, {name: parameter.shape for name, parameter in parameters.items()}, settings)
+    values = read_adapter(folder, {name: parameter.shape for name, parameter in parameters.items()}, settings, model)
     for name, value in values.items():
         load_full(parameters[name], value)

@@ -217,6 +217,8 @@ def _run_step(loop: LoopContext, state: TrainState, batch: _AgreedBatch) -> Trai
         warmup_end=end if state.step + 1 == config.warmup_steps else state.warmup_end,
     )
     objective = loop.train_context.objective
+    if config.router_bias_update_rate and loop.train_context.router_biases is not None:
+        loop.train_context.router_biases.update(objective.expert_counts, config.router_bias_update_rate)
     metrics = {**step_batch.metrics, **objective.metrics}
     loop.emit(_build_step_event(loop, state, result, metrics, learning_rate, step_time_s))
     loop.method.check_step(state.step, metrics)
@@ -277,10 +279,14 @@ def _evaluate(loop: LoopContext, state: TrainState) -> TrainState:
     return done
 
 
+def _save(loop: LoopContext, state: TrainState) -> None:
+    loop.saver.save(loop.train_context.saved_tensors, loop.train_context.optimizer, state)
+
+
 def _save_state(loop: LoopContext, state: TrainState) -> None:
     saved = _with_pending(loop, state, inf)  # the next step would wait for it in any case
     with loop.phases("save"):
-        loop.saver.save(loop.train_context.parameters, loop.train_context.optimizer, saved)
+        _save(loop, saved)
 
 
 def _save_if_new(loop: LoopContext, state: TrainState) -> None:
@@ -292,7 +298,7 @@ def _save_if_new(loop: LoopContext, state: TrainState) -> None:
             lambda: folder not in list_checkpoints(loop.config.run_folder)
         ):
             saved = _with_pending(loop, state, LAST_WAIT_S)
-            loop.saver.save(loop.train_context.parameters, loop.train_context.optimizer, saved)
+            _save(loop, saved)
             loop.saver.wait()
     _report_saves(loop)
 

@@ -15,8 +15,9 @@ from surefoot.distributed.process_group import World
 from surefoot.errors import ConfigError
 from surefoot.methods.base import TrainContext
 from surefoot.methods.registry import method_of
-from surefoot.models.build import build_model, trainable_parameters
+from surefoot.models.build import build_model, meta_model, trainable_parameters
 from surefoot.models.lora import lora_settings
+from surefoot.models.router_bias import RouterBiases
 from surefoot.models.weight_loading import keep_freed_memory
 from surefoot.training.export import load_adapter
 
@@ -38,6 +39,16 @@ def check_trained_routers(loaded: LoadedConfig, num_ranks: int) -> None:
             f"target_modules: routers are trained in float32, but the model is stored in {config.dtype} and sharded, "
             f"and what is sharded together must agree in type. Leave `router` out, or set dtype: float32 "
             f"({loaded.where('target_modules', 'dtype')})."
+        )
+
+
+def check_router_biases(loaded: LoadedConfig, base: Path) -> None:
+    """Raise ConfigError if biases of routers are to be updated in a model that has none. Reads no weights."""
+    rate = loaded.run.router_bias_update_rate
+    if rate and not RouterBiases(meta_model(base)).tensors:
+        raise ConfigError(
+            f"router_bias_update_rate={rate}, but the routers of {loaded.run.model} have no correction bias. "
+            f"Drop it, or set router_aux_loss_coef to balance the experts ({loaded.where('router_bias_update_rate')})."
         )
 
 
@@ -95,7 +106,9 @@ def build_train_context(
         objective=objective,
         ranks=ranks,
         device=device,
+        router_biases=RouterBiases(built.model) if lora is None else None,
         forward_context=forward_context,
         rollout_context=rollout_context,
+        isolation=built.isolation,
         before_micro_batch=partial(sharding.before_micro_batch, built.model) if sharding else lambda _: None,
     )

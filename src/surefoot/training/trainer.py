@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 from surefoot.config import LoadedConfig, MayDiffer, RunConfig, as_yaml, changed_fields
 from surefoot.config.resolve import device_type, resolve
 from surefoot.data.build_dataset import check_sources
-from surefoot.data.render import answer_ends
 from surefoot.distributed.artifact import write_artifact
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.distributed.process_group import World, gpu_of, init_distributed
@@ -22,8 +21,8 @@ from surefoot.methods.base import Method, MethodContext, TrainContext
 from surefoot.methods.registry import method_of
 from surefoot.methods.training_data import RunData, open_data
 from surefoot.models.build import load_tokenizer
-from surefoot.models.generate import end_tokens
-from surefoot.models.lora import experts_left_out, lora_settings
+from surefoot.models.decoder_layers import decoder_layers
+from surefoot.models.lora import lora_settings
 from surefoot.models.resolve_model import fingerprint, resolve_model
 from surefoot.system.atomic_io import write_json, write_text
 from surefoot.system.process import StopSignal, launcher_number
@@ -33,23 +32,20 @@ from surefoot.training.expert_load import ExpertLoadCounter, trains_routers
 from surefoot.training.expert_parallel import check_experts, choose_expert_parallel, describe_choice
 from surefoot.training.loop import LoopContext, fit
 from surefoot.training.metrics import build_observers
+from surefoot.training.model_notices import describe_model
 from surefoot.training.out_of_memory import DeviceNow, MemoryWatch, is_out_of_memory
 from surefoot.training.phases import Phases
 from surefoot.training.run_dir import ENVIRONMENT, Resume, claim_on_rank0, delete_run, set_aside_after
 from surefoot.training.run_metadata import describe_machines, environment
 from surefoot.training.run_summary import FindingLog, RunRecord, RunResult, Status, completed_earlier, read_result
-from surefoot.training.train_setup import build_train_context, check_trained_routers, sharding_of
+from surefoot.training.train_setup import (
+    build_train_context,
+    check_router_biases,
+    check_trained_routers,
+    sharding_of,
+)
 
-ALL_LOGITS = (
-    "this model scales or caps its logits itself, so those of all trained tokens of a micro-batch are held at once; "
-    "a smaller per_device_train_batch_size holds fewer"
-)
-UNNAMED_ENDS = (
-    "the chat template ends answers with {}, which generation_config.json of the model does not name: models that are "
-    "written here will; whoever serves the adapter alone gives it as a stop token"
-)
 OTHER_REWARDS = "{}: changed since step {}; rewards from here on are of other functions"
-EXPERTS_LEFT_OUT = "target_modules: {} mean linear layers, and the experts of this model are none: add `experts`"
 
 
 @dataclass(frozen=True)
@@ -221,6 +217,7 @@ def _open(run: _Run) -> _OpenedRun:
         ranks.local_rank0_first(lambda: check_experts(loaded, base))
         ranks.local_rank0_first(lambda: method_of(config).check_model(loaded, base))
         ranks.local_rank0_first(lambda: check_trained_routers(loaded, ranks.size))
+        ranks.local_rank0_first(lambda: check_router_biases(loaded, base))
         tokenizer = ranks.run_or_raise_on_all(lambda: load_tokenizer(base, config.chat_template))
     saved = ranks.run_or_raise_on_all(lambda: read_state(checkpoint) if checkpoint is not None else None)
     digests = saved.data_seen if saved is not None else None
@@ -320,18 +317,13 @@ def _load_train_context(
         run.emit(Notice(describe_choice(config, step_times_s)))
     train_context = build_train_context(config, base, ranks, device, sharding_of(config, ranks, device))
     train_context = replace(train_context, phase=run.phases)
-    lora = lora_settings(config)
-    if lora is not None and (left_out := experts_left_out(train_context.model, lora.targets)):
-        run.emit(Notice(EXPERTS_LEFT_OUT.format(", ".join(left_out))))
-    if unnamed := answer_ends(tokenizer, config.template_variables) - end_tokens(train_context.model, tokenizer):
-        run.emit(Notice(UNNAMED_ENDS.format(", ".join(tokenizer.convert_ids_to_tokens(sorted(unnamed))))))
-    if train_context.objective.holds_all_logits:
-        run.emit(Notice(ALL_LOGITS))
+    for text in describe_model(train_context, config, base, tokenizer):
+        run.emit(Notice(text))
     if config.health and not config.compile:  # a hook would cut the graph of each layer in two
-        run.phases.follow(getattr(train_context.model.get_decoder(), "layers", ()))
+        run.phases.follow(decoder_layers(train_context.model))
     if checkpoint is not None:
         ranks.run_or_raise_on_all(
-            lambda: load_checkpoint(checkpoint, train_context.parameters, train_context.optimizer)
+            lambda: load_checkpoint(checkpoint, train_context.parameters, train_context.optimizer, train_context.biases)
         )
         run.emit(Notice(f"resuming after step {opened.state.step} from {checkpoint}"))
     return config, step_times_s, train_context

@@ -68,7 +68,9 @@ def check_model(context: CheckContext) -> Result:
         return fail("SF718", str(error), is_fatal=is_fatal, where=where)
     if weights is None:
         raise NotApplicable(f"no safetensors files in {run.model}")
-    return ok(f"{weights.parameters / 1e9:.2f} G parameters, {weights.bytes / GIB:.1f} GiB, files are complete")
+    stored = f" in {weights.quantization}, which is read as a float type" if weights.quantization else ""
+    size = f"{weights.parameters / 1e9:.2f} G parameters, {weights.bytes / GIB:.1f} GiB{stored}"
+    return ok(f"{size}, files are complete")
 
 
 def check_device_memory(context: CheckContext) -> Result:

@@ -5,8 +5,9 @@ from functools import lru_cache
 from math import prod
 from pathlib import Path
 
+from surefoot.errors import ModelError
+from surefoot.models.quantization.released import find_quantization, find_weights
 from surefoot.models.resolve_model import weight_files
-from surefoot.system.safetensors_header import read_header
 
 
 @dataclass(frozen=True)
@@ -15,8 +16,11 @@ class Weights:
 
     parameters: int
     bytes: int
+    """Their bytes in the files."""
     dense_shapes: tuple[tuple[int, int], ...] = ()
     """(rows, elements of a row) of each tensor outside the experts, which are fused when they are read."""
+    quantization: str | None = None
+    """How they are quantised, if they are. Their numbers above are those of the weights that are read back."""
 
     def rounding_bytes(self, parts: int, each_bytes: int) -> int:
         """Return how many bytes of pinned memory one part of `parts` takes beyond its size."""
@@ -35,31 +39,38 @@ def pinned_bytes(size_bytes: int) -> int:
 def weights_of(folder: Path) -> Weights | None:
     """Return the weights of a folder, or None if it has no safetensors files.
 
-    Raises: ValueError naming a file that is incomplete.
+    Raises: ValueError naming a file that is incomplete, or a quantised tensor that cannot be read.
     """
     files = weight_files(folder)
     stamps = []
-    for path in files:
+    for path in [*files, folder / "config.json"] if files else []:
         try:
             stat = path.stat()
         except OSError as error:
-            raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
+            raise ValueError(f"{path} cannot be read: {error}") from error
         stamps.append((path, stat.st_size, stat.st_mtime_ns))
-    return _read_weights(tuple(stamps)) if files else None
+    try:
+        return _read_weights(tuple(stamps)) if files else None
+    except ModelError as error:
+        raise ValueError(str(error)) from error
 
 
 @lru_cache(maxsize=4)
 def _read_weights(files: tuple[tuple[Path, int, int], ...]) -> Weights:
-    """Read the weights of files, each given as (path, bytes, modification time).
+    """Read the weights of files and the config.json that comes last, each given as (path, bytes, modification time).
 
     Cached, because several checks ask and the headers of a large model take a second to read.
     """
-    parameters = total_bytes = 0
-    dense = []
-    for path, _, _ in files:
-        for name, tensor in read_header(path).tensors.items():
-            parameters += prod(tensor.shape)
-            total_bytes += tensor.end - tensor.begin
-            if "expert" not in name:
-                dense.append((tensor.shape[0] if tensor.shape else 1, prod(tensor.shape[1:])))
-    return Weights(parameters, total_bytes, tuple(dense))
+    *paths, config = (path for path, _, _ in files)
+    quantization = find_quantization(config)
+    weights = find_weights(paths, quantization).values()
+    return Weights(
+        parameters=sum(prod(weight.shape) for weight in weights),
+        bytes=sum(part.end - part.begin for weight in weights for part in weight.parts.values()),
+        dense_shapes=tuple(
+            (weight.shape[0] if weight.shape else 1, prod(weight.shape[1:]))
+            for weight in weights
+            if "expert" not in weight.name
+        ),
+        quantization=quantization.describe() if quantization is not None else None,
+    )

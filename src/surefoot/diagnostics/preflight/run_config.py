@@ -17,7 +17,7 @@ from surefoot.models.lora import checked_targets, lora_settings
 from surefoot.models.resolve_model import folder_here, resolve_model
 from surefoot.training.expert_parallel import check_experts
 from surefoot.training.run_dir import check_folder, check_named_checkpoint, check_resume
-from surefoot.training.train_setup import check_trained_routers
+from surefoot.training.train_setup import check_router_biases, check_trained_routers
 
 NAME = "the run itself"
 
@@ -42,6 +42,7 @@ def _check_run(loaded: LoadedConfig) -> Result:
             check_experts(loaded, base)
             method_of(run).check_model(loaded, base)
             check_trained_routers(loaded, ranks)
+            check_router_biases(loaded, base)
             open_images(loaded, base, model, load_tokenizer(base, run.chat_template))
             lora = lora_settings(loaded.run)
             skeleton = meta_model(base)

@@ -165,9 +165,13 @@ class GrpoObjective(Objective):
                     f"routing_replay: {len(layers)} of {len(self.routing.names)} routers of "
                     f"{type(self.model).__name__} report their choices. Set routing_replay: none."
                 )
-            with ReplayedRouting(torch.stack([layer.index for layer in layers], dim=1)):
+            with self._replay(torch.stack([layer.index for layer in layers], dim=1)):
                 self._logprobs(batch)
         reshard(self.model)
+
+    def _replay(self, experts: Tensor | None) -> AbstractContextManager[object]:
+        """Return a context in which routers choose recorded experts, if there are any."""
+        return nullcontext() if experts is None else ReplayedRouting(experts, self.routing.num_experts)
 
     def begin_step(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Compute the log-probabilities that all steps on these completions share, in forwards without graph.
@@ -192,7 +196,7 @@ class GrpoObjective(Objective):
         if getattr(batch, field_name) is not None:
             return batch
         # The reference is another model, so its routers choose for themselves.
-        replay = _replay_routing(batch) if with_adapter else nullcontext()
+        replay = self._replay(batch.experts) if with_adapter else nullcontext()
         adapter = nullcontext() if with_adapter else disable_adapter(self.model)
         with eval_no_grad(self.model), adapter, self.routing.recording() as layers, replay:
             logprobs, _ = self._logprobs(batch)
@@ -212,7 +216,7 @@ class GrpoObjective(Objective):
         del totals
         assert isinstance(batch, CompletionBatch)
         assert batch.weights is not None
-        replay = _replay_routing(batch)
+        replay = self._replay(batch.experts)
         with self.routing.recording() as layers, replay:
             logprobs, entropy = self._logprobs(batch)
         losses, metrics = self._loss(logprobs, batch)
@@ -259,11 +263,6 @@ class GrpoObjective(Objective):
             )
         reshard(self.model)
         return [float(value) for value in logprobs.tolist()]
-
-
-def _replay_routing(batch: CompletionBatch) -> AbstractContextManager[object]:
-    """Return a context in which routers choose the batch's recorded experts, if it has any."""
-    return nullcontext() if batch.experts is None else ReplayedRouting(batch.experts)
 
 
 def _compute_agreement(own: Sequence[Tensor], layers: Sequence[LayerRouting]) -> Tensor:

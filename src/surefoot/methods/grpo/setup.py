@@ -37,7 +37,8 @@ from surefoot.methods.grpo.rollout_source import RolloutSource
 from surefoot.methods.grpo.settings import GrpoConfig, grpo_settings
 from surefoot.methods.grpo.types import Engine, Request, Sampling
 from surefoot.methods.training_data import HEARTBEAT_EVERY_S
-from surefoot.models.experts import experts_of, is_fused_experts
+from surefoot.models.attention import can_share_prefixes
+from surefoot.models.expert_layouts import experts_of, is_fused_experts
 from surefoot.models.generate import end_tokens
 from surefoot.models.lora import lora_settings, perturbed_lora
 from surefoot.models.resolve_model import longest_context
@@ -231,7 +232,7 @@ def build_rollout_source(
         sampling,
         longest_context=longest_context(text.to_dict()),
         # On CUDA, the attention kernel for packed samples does not support shared prompts.
-        share_prompts=train_context.device == torch.device("cpu"),
+        share_prompts=train_context.device == torch.device("cpu") and can_share_prefixes(train_context.model),
     )
 
 

@@ -18,7 +18,7 @@ from surefoot.methods.grpo.engines.server import Server, ServerFailed
 from surefoot.models.adapter import read_adapter, write_adapter
 from surefoot.models.build import trainable_parameters
 from surefoot.models.dtensor_blocks import gather_full
-from surefoot.models.lora import LoraSettings, adaptable_names
+from surefoot.models.lora import LoraSettings
 
 SYNC_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 5.0
@@ -122,7 +122,7 @@ class AdapterSync(Sync):
                     # The first write of a start also removes the adapters of an earlier start.
                     shutil.rmtree(target if self._loaded else self._folder, ignore_errors=True)
                     target.mkdir(parents=True)
-                    write_adapter(target, shapes, tensors, self._settings, "", adaptable_names(self._model))
+                    write_adapter(target, shapes, tensors, self._settings, "", self._model)
             finally:
                 for _ in tensors:  # for other ranks, and for rank 0 if it could not write: gathering needs all ranks
                     pass
@@ -134,7 +134,7 @@ class AdapterSync(Sync):
         digests = self._digests
         shapes = {name: parameter.shape for name, parameter in trainable_parameters(self._model).items()}
         try:
-            tensors = read_adapter(target, shapes, self._settings)
+            tensors = read_adapter(target, shapes, self._settings, self._model)
             file_digests = {name: _digest(value) for name, value in tensors.items()}
         except ModelError as error:
             raise self._server.stopped("SF805", f"the adapter {target.name} is not whole: {error}") from error

@@ -1,0 +1,22 @@
+"""A model's decoder and its layers, whatever its class calls them."""
+
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """Return the part of a model between its embeddings and its output layer, vision tower excluded."""
+    decoder: nn.Module = model.get_decoder()
+    whole: nn.Module = model.base_model
+    return whole if decoder is model else decoder
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the list of a decoder's layers (`layers`, `h`, `blocks`, ...): the longest of its outermost lists."""
+    level: list[nn.Module] = [decoder_of(model)]
+    while level:
+        children = [child for module in level for child in module.children()]
+        if lists := [child for child in children if isinstance(child, nn.ModuleList)]:
+            return max(lists, key=len)
+        level = children
+    return nn.ModuleList()

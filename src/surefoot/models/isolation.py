@@ -1,0 +1,315 @@
+"""No sample sees another: a probe of a new model, and layers that run once per sample where they would mix.
+
+Attention knows where samples end, and so do the kernels of some recurrent layers. A layer that does not know is found
+by a probe: two samples in one row against each of them alone, with equal inputs, for each part of the decoder. Such a
+layer is taken apart: it runs once per sample, whatever it is called and computes. Everything else of the model still
+computes the row as a whole.
+
+Independent of data, methods and training.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+from transformers import PreTrainedModel
+
+from surefoot.errors import ModelError
+from surefoot.models.attention import can_share_prefixes, own_implementation
+from surefoot.models.decoder_layers import decoder_layers, decoder_of
+from surefoot.models.expert_layouts import is_fused_experts
+from surefoot.models.per_sample import CallShapes, run_per_sample, run_whole, same_rows
+from surefoot.models.routing import router_names
+from surefoot.models.sample_layout import ARGUMENT, SampleArguments, SampleLayout, accept_samples, samples_are
+from surefoot.models.sample_masks import READ_BY_ATTENTION, NeedsOwnAttentionError, layer_kinds
+from surefoot.models.vision import attention, attention_of, image_tokens
+
+PROBE_LENGTHS = (13, 10)
+"""Lengths of the two samples of the probe; the second is changed where its sum would be a size of the model."""
+TOLERANCE = {torch.float32: 1e-3}
+LOW_PRECISION_TOLERANCE = 0.05
+"""Largest relative difference (of norms) between a sample in a row and alone that rounding explains."""
+LOGITS_TOLERANCE = 0.2
+"""The same for logits in low precision, after every layer's rounding and an expert chosen otherwise here and there."""
+KERNEL_KINDS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+"""Kinds of layers for which kernels exist that take the ends of samples."""
+MISSING_KERNELS = re.compile(r"keep packed sequences apart without `([^`]+)`")
+"""transformers' message for a kernel that is not installed."""
+MOST_TOKENS = 1000
+"""Number of tokens of the vocabulary that the probe draws from."""
+LONGEST_POSITION_ROPE = ("dynamic", "longrope")
+"""Kinds of RoPE whose frequencies depend on the longest position of a forward."""
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """How the samples of a row are kept apart in the layers that do not know where samples end."""
+
+    apart: Mapping[str, int] = field(default_factory=dict)
+    """Number of modules that run once per sample, by the name of their class."""
+    missing_kernels: str | None = None
+    """Package of kernels with which such layers would compute the row as a whole; None if none is missing."""
+
+    def describe(self) -> str | None:
+        """Return what a user may want to know; None if nothing runs once per sample."""
+        if not self.apart:
+            return None
+        names = ", ".join(f"{count} x {name}" for name, count in self.apart.items())
+        advice = (
+            f" They are faster with its kernels: pip install {self.missing_kernels}." if self.missing_kernels else ""
+        )
+        return f"run once per sample, because samples of a row would mix in them: {names}.{advice}"
+
+
+def isolate_samples(model: PreTrainedModel, dtype: torch.dtype, *, is_sharded: bool) -> Isolation:
+    """Make the samples of a row independent of each other in every layer, and check that they are. Collective.
+
+    Costs three forwards of a few tokens. The model has its weights, computes in `dtype`, and is not compiled yet.
+    Raises: ModelError if samples still mix.
+    """
+    arguments = accept_samples(model)
+    decoder = decoder_of(model)
+    probe = _Probe(model, dtype)
+    model.eval()
+    missing_kernels = _tell_kernels(probe, arguments) if _wants_kernels(model) else None
+    try:
+        apart, difference = _take_apart(probe, decoder)
+    except NeedsOwnAttentionError:
+        apart, difference = {}, float("inf")
+    if difference > probe.tolerance and can_share_prefixes(model):
+        for module in apart:
+            run_whole(module)
+        model.set_attn_implementation(attention_of(model.config, own_implementation(type(model))))
+        apart, difference = _take_apart(probe, decoder)
+    if difference > probe.tolerance and not is_sharded and not router_names(model):
+        apart = {model.base_model: probe.observe_shapes(model.base_model)}  # one process may run it any number of times
+        run_per_sample(model.base_model, apart[model.base_model], is_stateful=False)
+        difference = probe.measure_mixing(is_changed=True)
+    if difference > probe.tolerance:
+        raise ModelError(
+            f"{type(model).__name__} mixes samples that share a row: alone, the logits of a sample differ by "
+            f"{difference:.1e} of their norm, and no layer that could be run once per sample explains it. Models "
+            "without experts are then run once per sample as a whole, which needs a single process."
+        )
+    return Isolation(dict(Counter(type(module).__name__ for module in apart)), missing_kernels)
+
+
+def _take_apart(probe: "_Probe", decoder: nn.Module) -> tuple[dict[nn.Module, CallShapes], float]:
+    """Let the parts of a decoder in which samples mix run once per sample.
+
+    Returns: those parts, and how far the logits of samples in a row are from those of each alone (see `_Probe`).
+    Raises: NeedsOwnAttentionError.
+    """
+    mixing = probe.find_mixing(decoder)
+    apart = {decoder.get_submodule(name): shapes for name, shapes in (_find_rotary(decoder) | mixing).items()}
+    for module, shapes in apart.items():
+        run_per_sample(module, shapes, is_stateful=hasattr(module, "rope_type"))
+    return apart, probe.measure_mixing(is_changed=bool(apart))
+
+
+def _wants_kernels(model: PreTrainedModel) -> bool:
+    """Return whether recurrent or convolutional layers may have kernels that know where samples end."""
+    return model.device.type == "cuda" and not KERNEL_KINDS.isdisjoint(layer_kinds(model.config.get_text_config()))
+
+
+def _tell_kernels(probe: "_Probe", arguments: SampleArguments) -> str | None:
+    """Tell the kernels of a model where samples end; if one of them is missing, return its package and do not."""
+    arguments.tells_kernels = True
+    try:
+        probe.run_row()
+    except ValueError as error:  # transformers' substitute for a kernel would mix the samples, and says so
+        missing = MISSING_KERNELS.search(str(error))
+        if missing is None:
+            raise
+        arguments.tells_kernels = False
+        return missing[1].replace("_", "-")
+    return None
+
+
+def _find_rotary(decoder: nn.Module) -> dict[str, CallShapes]:
+    """Return position embeddings of which one long sample would change those of its whole row."""
+    found = {}
+    for name, module in decoder.named_modules():
+        kinds = getattr(module, "rope_type", None)
+        used = kinds.values() if isinstance(kinds, dict) else [kinds]
+        if any(isinstance(kind, str) and any(part in kind for part in LONGEST_POSITION_ROPE) for kind in used):
+            found[name] = CallShapes.of_position_embedding()
+    return found
+
+
+class _Probe:
+    """Two samples of random tokens in one row."""
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        self._model = model
+        self.tolerance = TOLERANCE.get(dtype, LOGITS_TOLERANCE)
+        sizes = {size for parameter in model.parameters() for size in parameter.shape}
+        sizes |= {value for value in model.config.get_text_config().to_dict().values() if isinstance(value, int)}
+        first, second = PROBE_LENGTHS
+        while first + second in sizes:  # a dimension of this size must be that of the tokens
+            second += 1
+        self._device = model.device
+        self._samples = SampleLayout.of([first, second], self._device)
+        vocabulary = model.get_input_embeddings().weight.shape[0]
+        pad = getattr(model.config.get_text_config(), "pad_token_id", None)
+        special = image_tokens(model) | {pad}
+        usable = [token for token in range(min(vocabulary, MOST_TOKENS)) if token not in special]
+        chosen = torch.randint(0, len(usable), (first + second,), generator=torch.Generator().manual_seed(0))
+        self._ids = torch.tensor(usable)[chosen].to(self._device)
+
+    def find_mixing(self, decoder: nn.Module) -> dict[str, CallShapes]:
+        """Return the parts of the decoder in which samples mix, and the shapes of their calls."""
+        parts = dict(_parts_to_probe(self._model, decoder))
+        kinds = layer_kinds(self._model.config.get_text_config())
+        observers = {}
+        with ExitStack() as hooks:
+            for name, (module, layer) in parts.items():
+                kind = kinds[layer] if layer is not None and layer < len(kinds) else None
+                is_unknown = kind is not None and kind not in READ_BY_ATTENTION
+                observers[name] = observer = _PartObserver(self._samples, is_unknown)
+                handle = module.register_forward_hook(observer, prepend=True, with_kwargs=True)
+                hooks.callback(handle.remove)
+            self._together = self.run_row()
+        return {name: observer.shapes for name, observer in observers.items() if observer.mixes}
+
+    def run_row(self) -> Tensor:
+        """Return the logits of both samples in a row. Shapes: [T, V]."""
+        return self._run(self._ids, self._samples)
+
+    def observe_shapes(self, module: nn.Module) -> CallShapes:
+        """Return the shapes of the call of a module in a forward of the row."""
+        shapes = CallShapes()
+
+        def observe(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            shapes.observe(args, kwargs, output, self._samples.num_tokens)
+
+        handle = module.register_forward_hook(observe, with_kwargs=True)
+        self.run_row()
+        handle.remove()
+        return shapes
+
+    def measure_mixing(self, *, is_changed: bool) -> float:
+        """Return the largest difference of a sample's logits from those that it has alone, relative to their norm.
+
+        `is_changed`: whether the model was changed since its parts were looked at.
+        """
+        lengths = self._samples.lengths
+        together = (self.run_row() if is_changed else self._together).split(lengths)
+        alone = [self._run_alone(ids) for ids in self._ids.split(lengths)]
+        return max(float((both - one).norm() / one.norm()) for both, one in zip(together, alone, strict=True))
+
+    @torch.no_grad()
+    def _run_alone(self, ids: Tensor) -> Tensor:
+        """Return the logits of a sample by the model's own attention and positions. Shapes: ids [T] -> [T, V]."""
+        samples = SampleLayout.of([len(ids)], self._device)
+        with attention(self._model, own_implementation(type(self._model))):
+            logits = self._model(input_ids=ids[None], use_cache=False, **{ARGUMENT: samples}).logits
+        return logits[0].float()  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _run(self, ids: Tensor, samples: SampleLayout) -> Tensor:
+        """Return the logits of a row of samples. Shapes: ids [T] -> [T, V]."""
+        positions = torch.cat([torch.arange(length) for length in samples.lengths])[None].to(self._device)
+        logits = self._model(
+            input_ids=ids[None], position_ids=positions, attention_mask=None, use_cache=False, **{ARGUMENT: samples}
+        ).logits
+        return logits[0].float()  # type: ignore[no-any-return]
+
+
+def _parts_to_probe(model: PreTrainedModel, decoder: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, int | None]]]:
+    """Yield the name, module and layer of the parts of a decoder that are probed: those that layers consist of.
+
+    Parts with experts are looked into: what runs once per sample may not hold experts, which all ranks call together.
+    Routers and experts themselves compute each token by itself.
+    """
+    routers = [model.get_submodule(name) for name in router_names(model)]
+    layers = decoder_layers(model)
+
+    def expand(name: str, module: nn.Module, layer: int | None) -> Iterator[tuple[str, tuple[nn.Module, int | None]]]:
+        is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        is_list |= any(part is layers for part in module.modules())
+        holds_experts = any(part is router for part in module.modules() for router in routers)
+        if is_fused_experts(module) or any(module is router for router in routers):
+            return
+        is_layer = any(module is each for each in layers)
+        if not (is_list or is_layer or holds_experts):
+            yield name, (module, layer)
+            return
+        for leaf, child in module.named_children():
+            number = int(leaf) if module is layers and leaf.isdigit() else layer
+            yield from expand(f"{name}.{leaf}" if name else leaf, child, number)
+
+    for name, child in decoder.named_children():
+        yield from expand(name, child, None)
+
+
+class _PartObserver:
+    """A hook that compares what a part of the decoder computes for two samples in a row with each alone."""
+
+    def __init__(self, samples: SampleLayout, is_unknown: bool) -> None:
+        self._samples = samples
+        self._is_unknown = is_unknown
+        """Whether the part is in a layer of a kind that may begin to mix samples only after many tokens."""
+        self._is_running = False
+        self.shapes = CallShapes()
+        self.mixes = False
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if self._is_running:
+            return
+        self.shapes.observe(args, kwargs, output, self._samples.num_tokens)
+        if not self._rows(output) or not any(self.shapes.arguments.values()):
+            return
+        self._is_running = True
+        try:
+            self.mixes = self.mixes or self._differs(module, args, kwargs, output)
+        finally:
+            self._is_running = False
+
+    def _differs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
+        for sample, span in enumerate(self._samples.spans):
+            try:
+                alone = self.shapes.run_sample(module.forward, args, kwargs, sample, [span], self._samples.ends.device)
+            except (IndexError, RuntimeError):
+                return True  # it was given the numbers of tokens of the whole row
+            together = self.shapes.rows(output, span)
+            if not all(_are_equal(both, one) for both, one in zip(*map(self._rows, (together, alone)), strict=True)):
+                return True
+        return self._is_unknown and self._reads_other_tokens(module, args, kwargs, output)
+
+    def _rows(self, output: Any) -> list[Tensor]:
+        """Return the results that have a row per token."""
+        leaves, _ = _pytree.tree_flatten_with_path(output)
+        return [leaf for path, leaf in leaves if len(self.shapes.results.get(path, ())) == 1]
+
+    def _reads_other_tokens(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> bool:
+        """Return whether the results of other tokens change with the states of the first one."""
+        leaves, structure = _pytree.tree_flatten_with_path((args, kwargs))
+        values = [leaf for _, leaf in leaves]
+        for index, (path, leaf) in enumerate(leaves):
+            dims = self.shapes.arguments.get(path, ())
+            if len(dims) == 1 and leaf.is_floating_point():
+                values[index] = leaf.clone()
+                values[index].narrow(dims[0], 0, 1).add_(1.0)
+                break
+        changed_args, changed_kwargs = _pytree.tree_unflatten(values, structure)
+        with samples_are(self._samples):
+            changed = module.forward(*changed_args, **changed_kwargs)
+        rest = slice(1, self._samples.num_tokens)
+        before, after = (self._rows(self.shapes.rows(each, rest)) for each in (output, changed))
+        return not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def _are_equal(together: Tensor, alone: Tensor) -> bool:
+    """Return whether a result of a sample in a row is that of the sample alone, up to rounding.
+
+    Results of other widths, such as the keys that an indexer chose among those of a row, are compared by their effect.
+    """
+    tolerance = TOLERANCE.get(alone.dtype, LOW_PRECISION_TOLERANCE)
+    return together.shape != alone.shape or same_rows(together.float(), alone.float(), tolerance)

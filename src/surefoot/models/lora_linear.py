@@ -1,0 +1,111 @@
+"""Linear layers with a low-rank pair, `lora_A [r, in]` and `lora_B [out, r]`, beside their frozen weight.
+
+Independent of which layers of a model are adapted.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+from surefoot.models.quantization.base import FrozenLinear, WeightFormat, format_of, stored_weight
+
+
+def create_parameter(*shape: int) -> nn.Parameter:
+    """Return a parameter to train, in float32 regardless of the type of its base."""
+    return nn.Parameter(torch.empty(shape, dtype=torch.float32))
+
+
+class _LowRank(nn.Module):
+    """What an adapted layer has beside its weight: `lora_A [r, in]` and `lora_B [out, r]`."""
+
+    weight: Tensor
+    bias: Any
+    lora_A: nn.Parameter  # noqa: N815 - PEFT's names
+    lora_B: nn.Parameter  # noqa: N815
+    lora_scaling: float
+    lora_dropout: float
+
+    def _stored(self) -> list[Tensor]:
+        """Return the tensors of the weight [out, in]."""
+        return stored_weight(self, "weight")
+
+    def forward(self, input: Tensor) -> Tensor:
+        a, b = self.lora_A.to(input.dtype), self.lora_B.to(input.dtype)
+        if self.lora_dropout and self.training:
+            low = F.linear(F.dropout(input, self.lora_dropout), a)
+            return super().forward(input) + self.lora_scaling * F.linear(low, b)  # type: ignore[no-any-return]
+        # The function's own output must not be a view: models add to it in place.
+        rows = _LoraLinear.apply(  # type: ignore[no-untyped-call]
+            input.reshape(-1, input.shape[-1]), self.bias, a, b, self.lora_scaling, format_of(self), *self._stored()
+        )
+        return rows.view(*input.shape[:-1], rows.shape[-1])  # type: ignore[no-any-return]
+
+
+class LoraLinear(_LowRank, FrozenLinear):
+    """A linear layer with a low-rank pair."""
+
+
+class LoraConv1D(_LowRank, Conv1D):  # type: ignore[misc]
+    """A linear layer whose weight is stored as [in, out] (GPT-2), with a low-rank pair."""
+
+    def _stored(self) -> list[Tensor]:
+        return [self.weight.t()]
+
+
+ADAPTED_CLASSES: dict[type[nn.Module], type[_LowRank]] = {nn.Linear: LoraLinear, Conv1D: LoraConv1D}
+"""Classes of layers that LoRA can adapt, and what they become."""
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Return whether a layer is a linear layer of a class that LoRA can adapt or has adapted."""
+    return type(layer) in (*ADAPTED_CLASSES, *ADAPTED_CLASSES.values(), FrozenLinear)
+
+
+def adopt(layer: nn.Module, rank: int, scaling: float, dropout: float) -> None:
+    """Give an existing layer its low-rank pair, in place, so that no name changes."""
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    out_features, in_features = reversed(weight.shape) if isinstance(layer, Conv1D) else weight.shape
+    layer.__class__ = ADAPTED_CLASSES[type(layer)]
+    assert isinstance(layer, _LowRank)
+    layer.lora_A = create_parameter(rank, in_features)
+    layer.lora_B = create_parameter(out_features, rank)
+    layer.lora_scaling, layer.lora_dropout = scaling, dropout
+
+
+class _LoraLinear(torch.autograd.Function):
+    """y = x W^T + b + s (x A^T) B^T with W and b frozen: one pass over y forward, and only dx, dA, dB backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        bias: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        scaling: float,
+        weight_format: WeightFormat,
+        *stored: Tensor,
+    ) -> Tensor:
+        low = rows @ a.t()
+        y = weight_format.linear(rows, stored, bias)
+        y.addmm_(low, b.t(), alpha=scaling)
+        ctx.save_for_backward(rows, low, a, b, *stored)
+        ctx.scaling, ctx.weight_format = scaling, weight_format
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor | None, ...]:
+        rows, low, a, b, *stored = ctx.saved_tensors
+        d_low = d_rows @ b
+        d_x = None
+        if ctx.needs_input_grad[0]:
+            d_x = ctx.weight_format.linear_dx(d_rows, stored).addmm_(d_low, a, alpha=ctx.scaling)
+        d_a = (d_low.t() @ rows).mul_(ctx.scaling)
+        d_b = (low.t() @ d_rows).mul_(ctx.scaling).t()  # thin products are faster with their short side as rows
+        return d_x, None, d_a, d_b, None, None, *(None for _ in stored)

@@ -1,0 +1,190 @@
+"""A module that runs once per sample of a row.
+
+Which dimensions of its arguments and results count tokens is observed in a call of known length (`CallShapes`), so
+nothing has to be known about the module.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+from torch.utils._pytree import MappingKey, SequenceKey
+
+from surefoot.errors import ModelError
+from surefoot.models.sample_layout import SampleLayout, current_layout, samples_are
+
+KERNEL_ARGUMENTS = ("cu_seq_lens_q", "seq_idx")
+"""Arguments by which kernels know where samples end; a layer that runs once per sample does not need them."""
+
+Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class CallShapes:
+    """The dimensions that count tokens in a call's arguments and results, by their place in them.
+
+    Dimensions are negative: tensors of the same meaning may have more leading dimensions in another call.
+    """
+
+    arguments: dict[Path, tuple[int, ...]] = field(default_factory=dict)
+    results: dict[Path, tuple[int, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of_position_embedding(cls) -> "CallShapes":
+        """Return those of transformers' RoPE modules: (x, position_ids) -> (cos, sin), by position or by name."""
+        arguments: dict[Path, tuple[int, ...]] = {
+            (SequenceKey(0), SequenceKey(0)): (-2,),
+            (SequenceKey(0), SequenceKey(1)): (-1,),
+            (SequenceKey(1), MappingKey("x")): (-2,),
+            (SequenceKey(1), MappingKey("position_ids")): (-1,),
+        }
+        return cls(arguments, {(SequenceKey(0),): (-2,), (SequenceKey(1),): (-2,)})
+
+    def observe(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, num_tokens: int) -> None:
+        """Add the dimensions of a call with this number of tokens, which no other dimension has."""
+        self.arguments.update(_token_dims(_open_mappings((args, kwargs)), num_tokens))
+        self.results.update(_token_dims(output, num_tokens))
+
+    def slice_arguments(self, args: Any, kwargs: dict[str, Any], sample: int, spans: list[slice]) -> tuple[Any, Any]:
+        """Return the arguments for a sample, which reads the tokens of `spans` one after the other."""
+
+        def cut(path: Path, leaf: Any) -> Any:
+            if isinstance(leaf, SampleValues):
+                return leaf.values[sample]
+            if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+                return leaf
+            if path not in self.arguments:
+                raise ModelError(f"an argument that the probe did not see, {_pytree.keystr(path)}, reached the layer.")
+            for dim in self.arguments[path]:
+                leaf = _take(leaf, dim, spans)
+            return leaf
+
+        others = {name: value for name, value in kwargs.items() if name not in KERNEL_ARGUMENTS}
+        return _pytree.tree_map_with_path(cut, _open_mappings((args, others)))  # type: ignore[no-any-return]
+
+    def run_sample(
+        self, forward: Callable[..., Any], args: Any, kwargs: Any, sample: int, spans: list[slice], device: torch.device
+    ) -> Any:
+        """Return the results of a sample that reads the tokens of `spans`, for the last of these spans."""
+        part_args, part_kwargs = self.slice_arguments(args, kwargs, sample, spans)
+        own = spans[-1].stop - spans[-1].start
+        count = sum(span.stop - span.start for span in spans)
+        with samples_are(SampleLayout.of([count], device)):
+            output = forward(*part_args, **part_kwargs)
+        return output if count == own else self.rows(output, slice(count - own, count))
+
+    def rows(self, output: Any, span: slice) -> Any:
+        """Return the results of the tokens of a span."""
+
+        def cut(path: Path, leaf: Any) -> Any:
+            for dim in self.results.get(path, ()):
+                leaf = leaf.narrow(dim, span.start, span.stop - span.start)
+            return leaf
+
+        return _pytree.tree_map_with_path(cut, output)
+
+    def join(self, outputs: list[Any]) -> Any:
+        """Return the results of samples as those of one row.
+
+        Results without tokens are those of the last sample; attention weights, with two dimensions of tokens, are None.
+        """
+        paths = [path for path, _ in _pytree.tree_flatten_with_path(outputs[0])[0]]
+        leaves = [_pytree.tree_leaves(output) for output in outputs]
+        joined: list[Any] = []
+        for path, parts in zip(paths, zip(*leaves, strict=True), strict=True):
+            dims = self.results.get(path, ())
+            if len(dims) > 1:
+                joined.append(None)
+            elif dims:
+                joined.append(_lay_end_to_end(list(parts), dims[0]))
+            else:
+                joined.append(parts[-1])
+        return _pytree.tree_unflatten(joined, _pytree.tree_structure(outputs[0]))
+
+
+@dataclass(frozen=True)
+class SampleValues:
+    """A result of each sample that cannot be laid end to end, for a later layer that reads it sample by sample."""
+
+    values: list[Tensor]
+
+
+def _lay_end_to_end(parts: list[Tensor], dim: int) -> Tensor | SampleValues:
+    others = {tuple(size for place, size in enumerate(part.shape) if place != part.dim() + dim) for part in parts}
+    return torch.cat(parts, dim=dim) if len(others) == 1 else SampleValues(parts)
+
+
+def _open_mappings(tree: Any) -> Any:
+    """Return arguments with plain dictionaries in place of other mappings, such as keys that layers share."""
+    return _pytree.tree_map(lambda leaf: dict(leaf) if isinstance(leaf, Mapping) else leaf, tree)
+
+
+def _token_dims(tree: Any, num_tokens: int) -> dict[Path, tuple[int, ...]]:
+    leaves, _ = _pytree.tree_flatten_with_path(tree)
+    return {
+        path: tuple(dim - leaf.dim() for dim, size in enumerate(leaf.shape) if size == num_tokens)
+        for path, leaf in leaves
+        if isinstance(leaf, Tensor)
+    }
+
+
+def _take(tensor: Tensor, dim: int, spans: list[slice]) -> Tensor:
+    parts = [tensor.narrow(dim, span.start, span.stop - span.start) for span in spans]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+
+
+def run_per_sample(module: nn.Module, shapes: CallShapes, *, is_stateful: bool) -> None:
+    """Let a module run once per sample of a row from now on, wherever the samples are known.
+
+    With `is_stateful` each sample meets the module's attributes and buffers as they are now, whatever came before it.
+    """
+    module.forward = _PerSample(module, shapes, is_stateful)
+
+
+def run_whole(module: nn.Module) -> None:
+    """Undo `run_per_sample`."""
+    assert isinstance(module.forward, _PerSample)
+    module.forward = module.forward.whole
+
+
+class _PerSample:
+    """The forward of a module, once per sample."""
+
+    def __init__(self, module: nn.Module, shapes: CallShapes, is_stateful: bool) -> None:
+        self._module = module
+        self.whole: Callable[..., Any] = module.forward
+        self._shapes = shapes
+        self._state = _attributes(module) if is_stateful else None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        layout = current_layout()
+        if layout is None or (len(layout.lengths) == 1 and self._state is None):
+            return self.whole(*args, **kwargs)
+        outputs = []
+        device = layout.ends.device
+        for sample, spans in enumerate(layout.spans_read):
+            if self._state is not None:
+                _set_attributes(self._module, self._state)
+            outputs.append(self._shapes.run_sample(self.whole, args, kwargs, sample, spans, device))
+        return outputs[0] if len(outputs) == 1 else self._shapes.join(outputs)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Return a module's attributes, with copies of its buffers."""
+    buffers = {name: buffer.clone() if buffer is not None else None for name, buffer in module._buffers.items()}
+    return {**vars(module), "_buffers": buffers}
+
+
+def _set_attributes(module: nn.Module, state: dict[str, Any]) -> None:
+    forward = vars(module)["forward"]
+    vars(module).clear()
+    vars(module).update(state, forward=forward, _buffers=dict(state["_buffers"]))
+
+
+def same_rows(together: Tensor, alone: Tensor, tolerance: float) -> bool:
+    """Return whether two results are equal up to rounding."""
+    return bool((together - alone).norm() <= tolerance * alone.norm())

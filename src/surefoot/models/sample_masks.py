@@ -1,0 +1,135 @@
+"""What a token of a sample sees, as a model's mask functions describe it.
+
+transformers describes a mask by functions of two positions and builds a tensor from them. Here causal, windowed and
+chunked masks stay a description, from which attention over packed samples works without a tensor; every other mask is
+built. Some models have their windows and chunks nowhere else.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import (
+    and_masks,
+    causal_mask_function,
+    chunked_overlay,
+    packed_sequence_mask_function,
+    remap_positions_for_packed_sequence,
+    sdpa_mask,
+    sliding_window_overlay,
+)
+
+READ_BY_ATTENTION = {
+    "full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "moe", "hybrid",
+    "hybrid_sliding", "sparse", "dense", "mlp", "mamba", "attention", "recurrent",
+}  # fmt: skip
+"""Kinds of layers in which nothing but the attention function reads the mask, and samples that mix do so from their
+first tokens on. Others (sparse indexers, compressed keys) compute with it, or begin to mix after many tokens."""
+LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")
+"""Names under which configs list the kind of each layer."""
+
+
+class NeedsOwnAttentionError(Exception):
+    """A model cannot be given attention over packed samples: it computes with a mask that is only described here, or
+    attends to other states than those of its row."""
+
+
+@dataclass(frozen=True)
+class SampleMask:
+    """Which tokens a token sees in its own sample: itself and those before, within a window or a chunk."""
+
+    window: int | None = None
+    """Number of newest tokens that are seen, the token itself included."""
+    chunk: int | None = None
+    """Length of the chunks into which a sample is cut; tokens see their own chunk."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NeedsOwnAttentionError(name)
+
+    def __getitem__(self, _: Any) -> Any:
+        raise NeedsOwnAttentionError("[]")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, *_: Any) -> Any:
+        raise NeedsOwnAttentionError(str(func))
+
+    def allowed(self, length: int, device: torch.device) -> Tensor | None:
+        """Return which tokens are seen in a sample, bool [length, length]; None for plain causal attention."""
+        is_windowed = self.window is not None and length > self.window
+        is_chunked = self.chunk is not None and length > self.chunk
+        return self.allowed_after(0, length, device) if is_windowed or is_chunked else None
+
+    def allowed_after(self, before: int, length: int, device: torch.device) -> Tensor:
+        """Return which tokens are seen by the tokens after the first `before`: bool [length, before + length]."""
+        seen = torch.arange(before + length, device=device)
+        at = seen[before:, None]
+        allowed = at >= seen
+        if self.window:
+            allowed &= at - seen < self.window
+        if self.chunk:
+            allowed &= at // self.chunk == seen // self.chunk
+        return allowed
+
+
+def layer_kinds(text_config: Any) -> list[str]:
+    """Return the kind of each layer of a decoder; empty if its config lists none."""
+    return next((list(kinds) for name in LAYER_KINDS if (kinds := getattr(text_config, name, None))), [])
+
+
+def has_unknown_layers(text_config: Any) -> bool:
+    """Return whether a decoder has layers of which a short probe cannot tell whether they mix samples."""
+    return not READ_BY_ATTENTION.issuperset(layer_kinds(text_config))
+
+
+def describe_mask(
+    *_: Any, mask_function: Callable[..., Any], config: Any = None, local_size: int | None = None, **options: Any
+) -> SampleMask | Tensor:
+    """Return a description of a mask if it is causal, windowed or chunked, else the mask itself.
+
+    transformers calls it where a model creates a mask. Shapes of a built mask: bool [1, 1, T, T].
+    """
+    names = set(_leaf_names(mask_function))
+    if names <= KNOWN:
+        window, chunk = (local_size if name in names else None for name in (_WINDOWED, _CHUNKED))
+        return _describe(window, chunk)
+    options = {**options, "allow_is_causal_skip": False, "local_size": local_size}
+    return sdpa_mask(mask_function=mask_function, config=config, **options)  # type: ignore[no-any-return]
+
+
+@cache
+def _describe(window: int | None, chunk: int | None) -> SampleMask:
+    """Return the same object for the same mask, which compiled layers need not look into again."""
+    return SampleMask(window, chunk)
+
+
+def _leaf_names(function: Callable[..., Any]) -> Iterator[str]:
+    """Yield the names of the functions of positions that a mask function is composed of, itself included."""
+    yield _name(function)
+    for cell in getattr(function, "__closure__", None) or ():
+        content = cell.cell_contents
+        for part in content if isinstance(content, tuple) else (content,):
+            if callable(part) and not isinstance(part, Tensor):
+                yield from _leaf_names(part)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+_EMPTY = torch.empty(0)
+_WINDOWED = _name(sliding_window_overlay(1))
+_CHUNKED = _name(chunked_overlay(1, _EMPTY))
+KNOWN = {
+    _WINDOWED,
+    _CHUNKED,
+    _name(causal_mask_function),
+    _name(and_masks()),
+    _name(packed_sequence_mask_function(_EMPTY)),
+    _name(remap_positions_for_packed_sequence(causal_mask_function, _EMPTY)),
+}
+"""Names of the functions that compose causal, windowed and chunked masks, of packed rows or not."""

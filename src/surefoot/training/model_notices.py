@@ -1,0 +1,44 @@
+"""What a user may want to know about the model of a run, in a line each."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from surefoot.config import RunConfig
+from surefoot.data.render import answer_ends
+from surefoot.methods.base import TrainContext
+from surefoot.models.build import meta_model
+from surefoot.models.generate import end_tokens
+from surefoot.models.lora import experts_left_out, lora_settings
+from surefoot.models.peft_layout import UNREADABLE_BY_PEFT, find_unreadable
+from surefoot.models.quantization.released import find_quantization
+
+EXPERTS_LEFT_OUT = "target_modules: {} mean linear layers, and the experts of this model are none: add `experts`"
+ALL_LOGITS = (
+    "this model scales or caps its logits itself, so those of all trained tokens of a micro-batch are held at once; "
+    "a smaller per_device_train_batch_size holds fewer"
+)
+UNNAMED_ENDS = (
+    "the chat template ends answers with {}, which generation_config.json of the model does not name: models that are "
+    "written here will; whoever serves the adapter alone gives it as a stop token"
+)
+
+
+def describe_model(
+    train_context: TrainContext, config: RunConfig, base: Path, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[str]:
+    """Yield the notices about a model that was built from the folder `base`."""
+    lora = lora_settings(config)
+    if quantization := find_quantization(base / "config.json"):
+        yield quantization.describe_reading(config.dtype if lora is not None else "float32")
+    if how := train_context.isolation.describe():
+        yield how
+    if lora is not None and (left_out := experts_left_out(train_context.model, lora.targets)):
+        yield EXPERTS_LEFT_OUT.format(", ".join(left_out))
+    if lora is not None and (unreadable := find_unreadable(meta_model(base), lora.targets)):
+        yield UNREADABLE_BY_PEFT.format(unreadable[0], len(unreadable))
+    if unnamed := answer_ends(tokenizer, config.template_variables) - end_tokens(train_context.model, tokenizer):
+        yield UNNAMED_ENDS.format(", ".join(tokenizer.convert_ids_to_tokens(sorted(unnamed))))
+    if train_context.objective.holds_all_logits:
+        yield ALL_LOGITS

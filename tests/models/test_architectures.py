@@ -1,0 +1,63 @@
+"""Every text-generation class of transformers trains on packed samples as on each of them alone.
+
+`make test-models` runs all of them and writes docs/models.md; `make test` runs those of `REPRESENTATIVE`.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tests.models.architectures import ARCHITECTURES, CAUSAL, Line, tiny_model
+from tests.support.model_check import Result, check_architecture
+
+REPRESENTATIVE = (
+    "llama", "mixtral", "deepseek_v3", "qwen3_5_moe_text", "mamba2", "lfm2", "gpt_oss", "gemma2", "mistral",
+    "llama4_text", "qwen2_5_vl", "gpt2",
+)  # fmt: skip
+"""One architecture per kind of layer."""
+RESULTS = "SUREFOOT_MODEL_RESULTS"
+"""Environment variable: the folder that the results are written to."""
+
+
+def write_row(result: Result, line: Line) -> None:
+    """Write a row of docs/models.json where the results are wanted."""
+    if folder := os.environ.get(RESULTS):
+        row = {**result.as_row(), "reason": line.reason or ""}
+        (Path(folder) / f"{result.name}.json").write_text(json.dumps(row))
+
+
+def test_every_text_generation_class_has_a_line() -> None:
+    assert sorted(CAUSAL) == sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def test_the_results_are_those_of_the_table() -> None:
+    """`make test-models` writes them; a line that changes needs another run."""
+    rows = json.loads((Path(__file__).parents[2] / "docs" / "models.json").read_text("utf-8"))
+    assert {row["type"]: row["reason"] for row in rows} == {
+        name: line.reason or "" for name, line in ARCHITECTURES.items()
+    }
+    assert all(row["trains"] == (row["reason"] == "") for row in rows)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.models] * (name not in REPRESENTATIVE)) for name in ARCHITECTURES]
+)
+def test_packed_samples_train_as_each_of_them_alone(
+    name: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """Losses, gradients, the exported model and the adapter, in full and with LoRA; or the refusal says why not."""
+    line = ARCHITECTURES[name]
+    if not line.is_built:
+        write_row(Result(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]), line)
+        pytest.skip(line.reason or "")
+    result = check_architecture(name, tiny_model(name), tmp_path, tokenizer)
+    write_row(result, line)
+    assert not [problem for problem in result.problems if "traceback" in problem], result.problems
+    if line.reason is None:
+        assert result.trains, result.problems
+    else:
+        assert not result.trains, f"it trains: remove its reason, {line.reason!r}"

@@ -1,0 +1,200 @@
+"""No sample sees another: layers that would mix samples are found, whatever they are, and run once per sample."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from surefoot.errors import ModelError
+from surefoot.models.attention import implementation_for
+from surefoot.models.isolation import isolate_samples
+from surefoot.models.sample_layout import SampleLayout, accept_samples, keep_layout_on_recompute
+from tests.models.architectures import tiny_model
+
+LENGTHS = [13, 7, 17]
+
+
+def positions(lengths: list[int]) -> Tensor:
+    return torch.cat([torch.arange(length) for length in lengths])[None]
+
+
+def prepare(name: str, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, dict[str, int]]:
+    """Return a tiny model whose samples are kept apart, and the modules that run once per sample."""
+    model = tiny_model(name).to(dtype)
+    model.set_attn_implementation(implementation_for(type(model), model.config))
+    return model, dict(isolate_samples(model, dtype, is_sharded=False).apart)
+
+
+def draw_tokens(model: PreTrainedModel, count: int) -> Tensor:
+    size = model.get_input_embeddings().weight.shape[0]
+    return torch.randint(2, size, (1, count), generator=torch.Generator().manual_seed(1))
+
+
+def run_alone(name: str, ids: Tensor, lengths: list[int]) -> Tensor:
+    """Return the logits of each sample by transformers' own forward, laid end to end."""
+    model = tiny_model(name).eval()
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        return torch.cat([model(input_ids=part, use_cache=False).logits for part in ids.split(lengths, dim=1)], dim=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "apart"),
+    [
+        ("llama", set()),
+        ("gpt_oss", set()),
+        ("phimoe", set()),
+        ("qwen3_next", {"Qwen3NextGatedDeltaNet"}),
+        ("mamba2", {"Mamba2Mixer"}),
+        ("lfm2", {"Lfm2ShortConv"}),
+        ("deepseek_v32", {"DeepseekV32Attention"}),
+        ("doge", {"DogeAttention"}),
+        ("roberta", set()),
+        ("roformer", {"RoFormerModel"}),
+    ],
+)
+def test_a_row_gives_each_sample_what_transformers_gives_it_alone(name: str, apart: set[str]) -> None:
+    model, found = prepare(name)
+    ids = draw_tokens(model, sum(LENGTHS))
+    with torch.no_grad():
+        packed = model(
+            input_ids=ids, position_ids=positions(LENGTHS), samples=SampleLayout.of(LENGTHS), use_cache=False
+        )
+    wanted = run_alone(name, ids, LENGTHS)
+    torch.testing.assert_close(packed.logits, wanted, atol=2e-5 * float(wanted.abs().max()), rtol=0)
+    assert set(found) == apart
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "lfm2", "jamba"])
+def test_layers_that_mix_are_found_in_low_precision(name: str) -> None:
+    in_full, in_half = prepare(name)[1], prepare(name, torch.bfloat16)[1]
+    assert in_half == in_full
+    assert in_full
+
+
+def test_models_whose_layers_are_told_are_not_taken_apart_in_low_precision() -> None:
+    for name in ("llama", "qwen3_moe", "gpt_oss", "gemma2", "deepseek_v3"):
+        assert prepare(name, torch.bfloat16)[1] == {}, name
+
+
+def test_a_model_that_still_mixes_is_refused_where_it_cannot_run_as_a_whole() -> None:
+    model = tiny_model("roformer")
+    model.set_attn_implementation(implementation_for(type(model), model.config))
+    with pytest.raises(ModelError):
+        isolate_samples(model, torch.float32, is_sharded=True)
+
+
+def test_a_sample_that_continues_another_reads_its_state() -> None:
+    """A recurrent layer computes each continuation of a shared prompt after the prompt."""
+    model, _ = prepare("qwen3_next")
+    prompt, first, second = draw_tokens(model, 20).split([9, 6, 5], dim=1)
+    layout = SampleLayout([9, 6, 5], torch.tensor([0, 9, 15, 20], dtype=torch.int32), prefix_of=(-1, 0, 0))
+    at = torch.cat([torch.arange(9), torch.arange(9, 15), torch.arange(9, 14)])[None]
+    with torch.no_grad():
+        shared = model(
+            input_ids=torch.cat([prompt, first, second], dim=1), position_ids=at, samples=layout, use_cache=False
+        ).logits
+    rows = [torch.cat([prompt, first], dim=1), torch.cat([prompt, second], dim=1)]
+    whole = [run_alone("qwen3_next", row, [row.shape[1]])[:, 9:] for row in rows]
+    torch.testing.assert_close(shared[:, 9:], torch.cat(whole, dim=1), atol=1e-4, rtol=1e-4)
+
+
+def test_a_recomputation_has_the_samples_of_its_own_forward() -> None:
+    """Another batch runs between the forward and the backward."""
+    model, _ = prepare("qwen3_next")
+    ids = draw_tokens(model, sum(LENGTHS))
+
+    def gradients(*, is_checkpointed: bool) -> list[Tensor]:
+        if is_checkpointed:
+            options = {"use_reentrant": False, "context_fn": keep_layout_on_recompute}
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+        model.train()
+        arguments = {"position_ids": positions(LENGTHS), "samples": SampleLayout.of(LENGTHS), "use_cache": False}
+        loss = model(input_ids=ids, **arguments).logits.logsumexp(-1).sum()
+        with torch.no_grad():
+            model(input_ids=ids, position_ids=positions([37]), samples=SampleLayout.of([37]), use_cache=False)
+        return list(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True))
+
+    for plain, recomputed in zip(gradients(is_checkpointed=False), gradients(is_checkpointed=True), strict=True):
+        assert (plain is None) == (recomputed is None)
+        if plain is not None:
+            torch.testing.assert_close(plain, recomputed, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_one_long_sample_does_not_change_the_positions_of_the_others(kind: str) -> None:
+    name = {"dynamic": "llama+dynamic_ntk", "longrope": "phi3+longrope"}[kind]
+    model, _ = prepare(name)
+    lengths = [5, 30, 7, 20]  # the frequencies change where a sample is longer than 12 tokens
+    ids = draw_tokens(model, sum(lengths))
+    with torch.no_grad():
+        packed = model(
+            input_ids=ids, position_ids=positions(lengths), samples=SampleLayout.of(lengths), use_cache=False
+        ).logits
+    wanted = torch.cat([run_alone(name, part, [part.shape[1]]) for part in ids.split(lengths, dim=1)], dim=1)
+    torch.testing.assert_close(packed, wanted, atol=2e-5 * float(wanted.abs().max()), rtol=0)
+
+
+def test_kernels_that_know_where_samples_end_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for the kernels cut their inputs by `cu_seqlens` and `seq_idx`, as the real ones do."""
+    from transformers.models.qwen3_next import modeling_qwen3_next as modeling
+
+    rule, convolution = (
+        getattr(modeling, name).__wrapped__ for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
+    )
+
+    def told_rule(*states: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None, **options: Any) -> Any:
+        sizes = [g.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
+        parts = zip(*(each.split(sizes, dim=1) for each in (*states, g, beta)), strict=True)
+        known = {name: options[name] for name in ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel")}
+        outputs = [rule(*part[:3], g=part[3], beta=part[4], **known)[0] for part in parts]
+        return torch.cat(outputs, dim=1), None
+
+    def told_convolution(x: Tensor, *weights: Any, activation: str, seq_idx: Tensor | None = None, **_: Any) -> Tensor:
+        samples = torch.zeros(x.shape[-1]) if seq_idx is None else seq_idx[0]
+        parts = x.split(samples.unique_consecutive(return_counts=True)[1].tolist(), dim=-1)
+        return torch.cat([convolution(part, *weights, activation=activation) for part in parts], dim=-1)
+
+    monkeypatch.setattr(modeling, "torch_chunk_gated_delta_rule", told_rule)
+    monkeypatch.setattr(modeling, "causal_conv1d_fn", told_convolution)
+    monkeypatch.setattr("surefoot.models.isolation._wants_kernels", lambda _: True)
+    model, apart = prepare("qwen3_next")
+    assert apart == {}
+    ids = draw_tokens(model, sum(LENGTHS))
+    with torch.no_grad():
+        packed = model(
+            input_ids=ids, position_ids=positions(LENGTHS), samples=SampleLayout.of(LENGTHS), use_cache=False
+        ).logits
+    monkeypatch.undo()
+    torch.testing.assert_close(packed, run_alone("qwen3_next", ids, LENGTHS), atol=1e-4, rtol=1e-4)
+
+
+def test_a_missing_kernel_is_named_and_the_layer_runs_once_per_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("surefoot.models.isolation._wants_kernels", lambda _: True)
+    model = tiny_model("qwen3_next")
+    model.set_attn_implementation(implementation_for(type(model), model.config))
+    isolation = isolate_samples(model, torch.float32, is_sharded=False)
+    assert isolation.missing_kernels in ("causal-conv1d", "flash-linear-attention")
+    assert "Qwen3NextGatedDeltaNet" in isolation.apart
+
+
+def test_generation_has_no_samples_and_is_not_cut() -> None:
+    model, _ = prepare("qwen3_next")
+    model.eval()
+    model.set_attn_implementation("sdpa")
+    ids = draw_tokens(model, 11)
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+    torch.testing.assert_close(logits, run_alone("qwen3_next", ids, [11]), atol=1e-4, rtol=1e-4)
+
+
+def test_a_checkpointed_function_may_be_recomputed_twice() -> None:
+    model = tiny_model("llama")
+    accept_samples(model)
+    x = torch.randn(3, requires_grad=True)
+    y = checkpoint(torch.sin, x, use_reentrant=False, context_fn=keep_layout_on_recompute).sum()
+    first = torch.autograd.grad(y, x, retain_graph=True)[0]
+    torch.testing.assert_close(torch.autograd.grad(y, x)[0], first)

@@ -1,0 +1,334 @@
+"""Check of one architecture: two steps on packed samples against transformers' own forward of each sample alone."""
+
+import copy
+import math
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerBase
+
+from surefoot.data.collate import MicroBatch
+from surefoot.distributed.artifact import write_artifact
+from surefoot.distributed.process_group import SINGLE_PROCESS
+from surefoot.errors import SurefootError
+from surefoot.methods.base import BatchTotals, TrainContext
+from surefoot.methods.sft.method import SftObjective
+from surefoot.models.build import BuiltModel, build_model, load_config, model_class, trainable_parameters
+from surefoot.models.experts import is_fused_experts
+from surefoot.models.export import merge_adapter
+from surefoot.models.lora import LoraSettings
+from surefoot.training.step import train_step
+
+LENGTHS = (13, 7, 17)
+"""Tokens of the samples in the packed row: longer and shorter than the windows of the tiny models."""
+LOSS_WITHIN, GRADIENT_WITHIN, EXPORT_WITHIN = 1e-5, 1e-4, 1e-4
+NEGLIGIBLE = 1e-3
+"""Share of the norm of all gradients below which a gradient is compared with that share instead of its own norm."""
+MODES: dict[str, tuple[str, ...] | None] = {
+    "full": None,
+    "attention": ("attention",),
+    "experts": ("experts",),
+    "all": ("all",),
+}
+"""LoRA targets of each run; None trains every weight."""
+
+
+@dataclass
+class ModeResult:
+    """Result of one way to train an architecture."""
+
+    state: str = "trains"
+    """trains, empty (the target group has no members), refused, wrong or traceback."""
+    message: str = ""
+    loss: float = math.nan
+    loss_difference: float = math.nan
+    gradient_difference: float = math.nan
+    worst_gradient: str = ""
+    export_difference: float = math.nan
+    peft_difference: float = math.nan
+    peft_message: str = ""
+    taken_apart: list[str] = field(default_factory=list)
+    """Classes of the layers that run once per sample."""
+
+
+@dataclass
+class Result:
+    """Result of an architecture."""
+
+    name: str
+    class_name: str
+    modes: dict[str, ModeResult] = field(default_factory=dict)
+    has_experts: bool = False
+    shares_experts: bool = False
+    """Whether ranks can hold a part of the experts each."""
+    reads_images: bool = False
+    seconds: float = 0.0
+
+    @property
+    def trains(self) -> bool:
+        """Whether it trains in full and with LoRA. A group of targets that only other models have may be empty."""
+        states = {mode: result.state for mode, result in self.modes.items()}
+        can_be_empty = states.pop("attention", "trains") in ("trains", "empty")
+        return can_be_empty and bool(states) and all(state == "trains" for state in states.values())
+
+    @property
+    def problems(self) -> list[str]:
+        """What does not hold, a line for each mode."""
+        lines = [f"{mode}: {result.state} {result.message}" for mode, result in self.modes.items()]
+        return [line for line, result in zip(lines, self.modes.values(), strict=True) if result.state != "trains"]
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "trains": self.trains}
+
+    def as_row(self) -> dict[str, Any]:
+        """Return what docs/models.json keeps of it."""
+        compared = [result for result in self.modes.values() if not math.isnan(result.loss_difference)]
+        apart = sorted({name for result in compared for name in result.taken_apart})
+        experts = self.modes.get("experts")
+        return {
+            "type": self.name,
+            "class": self.class_name,
+            "trains": self.trains,
+            "experts": None if experts is None else experts.state == "trains",
+            "packing": f"taken apart: {', '.join(apart)}" if apart else "told",
+            "expert_parallel": self.shares_experts if self.has_experts else None,
+            "peft": all(
+                result.peft_difference <= EXPORT_WITHIN for mode, result in self.modes.items() if mode != "full"
+            ),
+            "images": self.reads_images,
+            "loss": max((result.loss_difference for result in compared), default=None),
+            "gradient": max((result.gradient_difference for result in compared), default=None),
+        }
+
+
+def sample_tokens() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(5, 119, (length,), generator=generator) for length in LENGTHS]
+
+
+def packed_batch(samples: list[Tensor]) -> MicroBatch:
+    lengths = [len(sample) for sample in samples]
+    ids = torch.cat(samples)
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    last = set((ends[1:] - 1).tolist())
+    trained = torch.tensor([at for at in range(len(ids)) if at not in last])
+    return MicroBatch(
+        ids[None], positions[None], lengths, ends.to(torch.int32), trained, ids[trained + 1], None, ("data:1",)
+    )
+
+
+def has_experts(model: nn.Module) -> bool:
+    return any(
+        "expert" in name.rsplit(".", 1)[-1].lower() and "shared" not in name for name, _ in model.named_modules()
+    )
+
+
+class _Reference:
+    """transformers' own model of a folder, one sample at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        config = load_config(folder)
+        self.model: PreTrainedModel = model_class(folder, config).from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+        )
+        self.model.train()
+        self._initial = copy.deepcopy(self.model.state_dict())
+
+    def loss(self, samples: list[Tensor], changes: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the mean loss of all trained tokens and its gradients, with `changes` added to the weights."""
+        self.model.load_state_dict(self._initial)
+        parameters = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, change in changes.items():
+                parameters[name].add_(change)
+        self.model.zero_grad(set_to_none=True)
+        loss = mean_loss(self.model, samples)
+        loss.backward()
+        return loss.detach(), {name: p.grad for name, p in parameters.items() if p.grad is not None}
+
+
+def mean_loss(model: nn.Module, samples: list[Tensor]) -> Tensor:
+    """Return the mean loss of the samples' tokens, each sample in a forward of its own."""
+    losses = []
+    for sample in samples:
+        logits = model(input_ids=sample[None], use_cache=False).logits[0]
+        losses.append(F.cross_entropy(logits[:-1].float(), sample[1:], reduction="sum"))
+    return torch.stack(losses).sum() / sum(len(sample) - 1 for sample in samples)
+
+
+class _RecordingAdamW(torch.optim.AdamW):
+    """AdamW that keeps the gradients of its first step."""
+
+    first: list[Tensor] | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        if self.first is None:
+            self.first = [parameter.grad.clone() for group in self.param_groups for parameter in group["params"]]
+        return super().step(closure)
+
+
+def low_rank_change(built: BuiltModel, scaling: float) -> dict[str, Tensor]:
+    """Return what the low-rank pairs add to each weight of the base."""
+    parameters, changes = dict(built.model.named_parameters()), {}
+    for name, a in parameters.items():
+        if name.endswith("lora_A"):
+            b, weight = parameters[f"{name[:-1]}B"], _base_name(name)
+            changes[weight] = _oriented(scaling * (b @ a).detach(), parameters[weight])
+    return changes
+
+
+def _base_name(name: str) -> str:
+    """Return the name of the weight that a low-rank parameter adapts."""
+    owner, leaf = name.rpartition(".")[::2]
+    return f"{owner}.weight" if leaf.startswith("lora_") else f"{owner}.{leaf[:-7]}"
+
+
+def _oriented(change: Tensor, weight: Tensor) -> Tensor:
+    """Return a change [.., out, in] in the layout of its weight."""
+    return change if change.shape == weight.shape else change.transpose(-1, -2).reshape(weight.shape)
+
+
+def low_rank_gradients(built: BuiltModel, scaling: float, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradients of trained parameters that follow from those of the merged weights."""
+    parameters, wanted = dict(built.model.named_parameters()), {}
+    for name in trainable_parameters(built.model):
+        if not name.endswith(("lora_A", "lora_B")):
+            wanted[name] = gradients.get(name, torch.zeros_like(parameters[name]))
+            continue
+        a, b = parameters[f"{name[:-1]}A"].detach(), parameters[f"{name[:-1]}B"].detach()
+        gradient = gradients.get(_base_name(name), torch.zeros_like(parameters[_base_name(name)]))
+        shape = torch.Size((*a.shape[:-2], b.shape[-2], a.shape[-1]))
+        if gradient.shape != shape:
+            gradient = gradient.reshape(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
+        is_a = name.endswith("lora_A")
+        wanted[name] = scaling * (b.transpose(-1, -2) @ gradient if is_a else gradient @ a.transpose(-1, -2))
+    return wanted
+
+
+def worst_difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[float, str]:
+    """Return the largest relative difference of gradients, and where it is."""
+    total = math.sqrt(sum(float(value.double().square().sum()) for value in wanted.values()))
+    worst, where = 0.0, ""
+    for name, value in found.items():
+        expected = wanted.get(name, torch.zeros_like(value))
+        difference = float((value - expected).norm()) / max(float(expected.norm()), NEGLIGIBLE * total)
+        if not difference <= worst:
+            worst, where = difference, name
+    return worst, where
+
+
+def _train(built: BuiltModel, batch: MicroBatch) -> tuple[list[float], dict[str, Tensor], Callable[[], float]]:
+    """Take two steps; return their losses, the first gradients, and a function for the loss afterwards."""
+    parameters = trainable_parameters(built.model)
+    objective = SftObjective(built, 0.0)
+    optimizer = _RecordingAdamW(parameters.values(), lr=1e-2, weight_decay=0.0)
+    context = TrainContext(built.model, parameters, optimizer, objective, SINGLE_PROCESS, torch.device("cpu"))
+    totals = BatchTotals(batch.num_tokens, batch.num_trained, batch.trained_weight)
+    losses = [train_step([batch], totals, context, learning_rate=1e-2, max_grad_norm=0.0).loss for _ in range(2)]
+    assert optimizer.first is not None
+
+    def loss_now() -> float:
+        with torch.no_grad():
+            return float(objective.loss(batch, totals).total)
+
+    return losses, dict(zip(parameters, optimizer.first, strict=True)), loss_now
+
+
+def _open(folder: Path, stock: type[PreTrainedModel]) -> PreTrainedModel:
+    """Open a folder as users do."""
+    auto = AutoModelForCausalLM if "CausalLM" in stock.__name__ or "LMHead" in stock.__name__ else None
+    opened: PreTrainedModel
+    try:
+        opened, info = (auto or AutoModelForImageTextToText).from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        )
+    except ValueError:
+        opened, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        )
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    return opened.eval()
+
+
+def check_mode(
+    folder: Path, work: Path, targets: tuple[str, ...] | None, reference: _Reference, tokenizer: PreTrainedTokenizerBase
+) -> ModeResult:
+    """Train one mode and compare it. Raises whatever the program raises."""
+    samples = sample_tokens()
+    batch = packed_batch(samples)
+    settings = LoraSettings(rank=2, alpha=3.0, targets=targets) if targets else None
+    built = build_model(folder, lora=settings, device=torch.device("cpu"), dtype=torch.float32)
+    changes: dict[str, Tensor] = {}
+    if settings is not None:
+        torch.manual_seed(11)
+        for name, parameter in trainable_parameters(built.model).items():
+            if name.endswith(("lora_A", "lora_B")):
+                parameter.data += torch.randn_like(parameter) * 0.2
+        changes = low_rank_change(built, settings.scaling)
+    wanted_loss, merged_gradients = reference.loss(samples, changes)
+    wanted = low_rank_gradients(built, settings.scaling, merged_gradients) if settings else merged_gradients
+    losses, gradients, loss_now = _train(built, batch)
+    taken_apart = sorted(getattr(built, "taken_apart", {}))
+    result = ModeResult(loss=losses[0], taken_apart=taken_apart, loss_difference=abs(losses[0] - float(wanted_loss)))
+    result.gradient_difference, result.worst_gradient = worst_difference(gradients, wanted)
+    if not (result.loss_difference <= LOSS_WITHIN and result.gradient_difference <= GRADIENT_WITHIN):
+        result.state = "wrong"
+        return result
+    trained_loss = loss_now()
+    artifact = write_artifact(work / "artifact", built.model, tokenizer, settings, folder, str(folder))
+    exported = merge_adapter(folder, artifact, work / "merged") if settings else artifact
+    with torch.no_grad():
+        stock = type(reference.model)
+        result.export_difference = abs(float(mean_loss(_open(exported, stock), samples)) - trained_loss)
+        if not result.export_difference <= EXPORT_WITHIN:
+            result.state, result.message = "wrong", "the exported model has another loss"
+        if settings is not None:
+            _check_peft(result, artifact, _open(folder, stock), samples, trained_loss)
+    return result
+
+
+def _check_peft(
+    result: ModeResult, adapter: Path, base: PreTrainedModel, samples: list[Tensor], trained_loss: float
+) -> None:
+    try:
+        opened = PeftModel.from_pretrained(base, adapter)
+        result.peft_difference = abs(float(mean_loss(opened, samples)) - trained_loss)
+    except Exception as error:  # noqa: BLE001 - whatever PEFT raises is its answer
+        result.peft_message = f"{type(error).__name__}: {error}"[:300]
+
+
+def check_architecture(
+    name: str, model: PreTrainedModel, work: Path, tokenizer: PreTrainedTokenizerBase, modes: Mapping[str, Any] = MODES
+) -> Result:
+    """Save a tiny model, train it in each mode, and compare."""
+    began = time.monotonic()
+    shares_experts = any(is_fused_experts(module) for module in model.modules())
+    result = Result(name, type(model).__name__, {}, has_experts(model), shares_experts)
+    folder = work / "base"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    reference: _Reference | None = None
+    for mode, targets in modes.items():
+        if mode == "experts" and not result.has_experts:
+            continue
+        try:
+            reference = reference or _Reference(folder)
+            result.modes[mode] = check_mode(folder, work / mode, targets, reference, tokenizer)
+        except SurefootError as error:
+            state = "empty" if "is empty in" in str(error) else "refused"
+            result.modes[mode] = ModeResult(state, str(error))
+        except Exception as error:  # noqa: BLE001 - the suite reports every traceback
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(place.filename).name}:{place.lineno}"
+            result.modes[mode] = ModeResult("traceback", f"{type(error).__name__}: {str(error)[:300]} ({where})")
+    result.seconds = round(time.monotonic() - began, 2)
+    return result
