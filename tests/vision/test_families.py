@@ -32,9 +32,10 @@ from tests.support.vision import built, opened, picture_rows
 from tests.support.vision_families import FAMILIES, ROPE, processed_by_transformers, text_of, write_family
 
 ROWS = 5
-WAITS_FOR_HYBRID_LAYERS = {"qwen3_5", "qwen3_5_moe"}
-WAITS_FOR_IMAGE_BLOCKS = {"gemma3"}
-EXACT = sorted(set(FAMILIES) - WAITS_FOR_HYBRID_LAYERS - WAITS_FOR_IMAGE_BLOCKS)
+EXACT = sorted(set(FAMILIES) - {"gemma3"})
+"""All but the family whose images are refused."""
+GENERATED = [kind for kind in EXACT if not kind.startswith("qwen3_5")]
+"""All but those whose recurrent caches the local engine cannot select rows of."""
 
 
 class Rows:
@@ -190,7 +191,7 @@ def test_a_frozen_tower_stays_as_it_was(kind: str, rows_of: Callable[[str], Rows
     assert not changed & vision_names(model)
 
 
-@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize("kind", GENERATED)
 def test_completions_have_the_logprobs_that_training_sees(kind: str, rows_of: Callable[[str], Rows]) -> None:
     rows = rows_of(kind)
     _, samples, reader = opened({**rows.settings, "method": "grpo", "reward_funcs": ["length"]})
@@ -212,7 +213,7 @@ def test_completions_have_the_logprobs_that_training_sees(kind: str, rows_of: Ca
         torch.testing.assert_close(found.detach(), batch.rollout_logprobs, rtol=0, atol=5e-6)
 
 
-@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize("kind", GENERATED)
 def test_the_likeliest_tokens_are_those_that_transformers_generates(kind: str, rows_of: Callable[[str], Rows]) -> None:
     rows = rows_of(kind)
     tokenizer, model = AutoTokenizer.from_pretrained(rows.base), surefoot.load(rows.base)[0]

@@ -89,7 +89,7 @@ def test_an_image_is_scaled_down_to_max_pixels(settings_of: Any, tmp_path: Path)
     assert tokens[1] <= 8 < tokens[0]
 
 
-@pytest.mark.parametrize("kind", sorted(set(FAMILIES) - {"mistral3", "smolvlm", "qwen3_5", "qwen3_5_moe"}))
+@pytest.mark.parametrize("kind", sorted(set(FAMILIES) - {"gemma3", "mistral3", "smolvlm", "qwen3_5", "qwen3_5_moe"}))
 def test_a_plan_has_the_images_of_every_family(kind: str, settings_of: Any) -> None:
     settings = settings_of(kind, target_modules=["attention", "vision"])
     run, base = load_config(None, (), settings).run, Path(settings["model"])
@@ -119,3 +119,8 @@ def test_workers_measure_images_as_this_process_does(
     assert [len(sample.images) for sample in here] == [1, 2, 0]
     assert [sample.ids.tolist() for sample in there] == [sample.ids.tolist() for sample in here]
     assert [sample.images for sample in there] == [sample.images for sample in here]
+
+
+def test_images_that_attend_both_ways_are_refused(settings_of: Any) -> None:
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: .*both directions"):
+        train(settings_of("gemma3"), screen=False)

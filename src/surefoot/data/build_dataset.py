@@ -15,6 +15,7 @@ from surefoot.data.image_processor import PixelReader
 from surefoot.data.images import ImageSettings
 from surefoot.data.model_processor import (
     PROCESSORS,
+    REFUSED,
     ModelProcessor,
     hash_processor,
     limits_of,
@@ -156,7 +157,7 @@ def open_images(
                 f"{', '.join(unused)}: a setting of images, but {config.model} ({model.model_type}) reads none. Drop "
                 f"it, or take a model that reads images, such as Qwen3-VL ({loaded.where(*unused)})."
             )
-        return None, TEXT_ONLY
+        return None, REFUSED.get(model.model_type, TEXT_ONLY)
     if processor_file(base) is None:
         names, setting = " or ".join(PROCESSORS), ""
         if config.tuning == "full" and not config.freeze_vision_tower:

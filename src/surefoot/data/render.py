@@ -31,7 +31,7 @@ from surefoot.system.json_files import DamagedFile, read_object
 if TYPE_CHECKING:
     from surefoot.data.image_layout import ImageLayout
 
-TEXT_ONLY = "this model reads text only; take a model that reads images, such as Qwen3-VL, Gemma 3 or InternVL"
+TEXT_ONLY = "this model reads text only; take a model that reads images, such as Qwen3-VL or InternVL"
 
 
 TODAY = re.compile(r"strftime_now\(\s*(?P<quote>['\"])(?P<format>.*?)(?P=quote)\s*\)")
