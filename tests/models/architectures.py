@@ -275,7 +275,7 @@ CAUSAL: dict[str, Line] = {
     "xlm-roberta": Line(DECODER),
     "xlm-roberta-xl": Line(DECODER),
     "xlnet": Line({"attn_type": "uni"}),
-    "xlstm": Line({"mode": "train"}),
+    "xlstm": Line(),
     "xmod": Line({"is_decoder": True, "default_language": "en_XX"}),
     "youtu": Line(),
     "zamba": Line(

@@ -146,7 +146,7 @@ class _Reference:
     def loss(self, samples: list[Tensor], changes: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean loss of all trained tokens and its gradients, with `changes` added to the weights."""
         self.model.load_state_dict(self._initial)
-        parameters = dict(self.model.named_parameters())
+        parameters = _all_parameters(self.model)
         with torch.no_grad():
             for name, change in changes.items():
                 parameters[name].add_(change)
@@ -160,9 +160,17 @@ def mean_loss(model: nn.Module, samples: list[Tensor]) -> Tensor:
     """Return the mean loss of the samples' tokens, each sample in a forward of its own."""
     losses = []
     for sample in samples:
+        _forget_longest_position(model)
         logits = model(input_ids=sample[None], use_cache=False).logits[0]
         losses.append(F.cross_entropy(logits[:-1].float(), sample[1:], reduction="sum"))
     return torch.stack(losses).sum() / sum(len(sample) - 1 for sample in samples)
+
+
+def _forget_longest_position(model: nn.Module) -> None:
+    """Give position embeddings that grow with the longest sample so far the frequencies that they began with."""
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "dynamic":
+            module.inv_freq, module.max_seq_len_cached = module.original_inv_freq, module.original_max_seq_len
 
 
 class _RecordingAdamW(torch.optim.AdamW):
@@ -178,12 +186,17 @@ class _RecordingAdamW(torch.optim.AdamW):
 
 def low_rank_change(built: BuiltModel, scaling: float) -> dict[str, Tensor]:
     """Return what the low-rank pairs add to each weight of the base."""
-    parameters, changes = dict(built.model.named_parameters()), {}
+    parameters, changes = _all_parameters(built.model), {}
     for name, a in parameters.items():
         if name.endswith("lora_A"):
             b, weight = parameters[f"{name[:-1]}B"], _base_name(name)
             changes[weight] = _oriented(scaling * (b @ a).detach(), parameters[weight])
     return changes
+
+
+def _all_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters by all their names: a tied one has several."""
+    return dict(model.named_parameters(remove_duplicate=False))
 
 
 def _base_name(name: str) -> str:
@@ -199,7 +212,7 @@ def _oriented(change: Tensor, weight: Tensor) -> Tensor:
 
 def low_rank_gradients(built: BuiltModel, scaling: float, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the gradients of trained parameters that follow from those of the merged weights."""
-    parameters, wanted = dict(built.model.named_parameters()), {}
+    parameters, wanted = _all_parameters(built.model), {}
     for name in trainable_parameters(built.model):
         if not name.endswith(("lora_A", "lora_B")):
             wanted[name] = gradients.get(name, torch.zeros_like(parameters[name]))
