@@ -14,6 +14,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
 
 from surefoot.data.collate import MicroBatch
 from surefoot.distributed.artifact import write_artifact
@@ -190,7 +191,10 @@ def low_rank_change(built: BuiltModel, scaling: float) -> dict[str, Tensor]:
     for name, a in parameters.items():
         if name.endswith("lora_A"):
             b, weight = parameters[f"{name[:-1]}B"], _base_name(name)
-            changes[weight] = _oriented(scaling * (b @ a).detach(), parameters[weight])
+            change = scaling * (b @ a).detach()
+            is_transposed = _is_transposed(built.model, weight, change)
+            stored = change.mT if is_transposed else change
+            changes[weight] = stored.reshape(parameters[weight].shape)
     return changes
 
 
@@ -205,9 +209,13 @@ def _base_name(name: str) -> str:
     return f"{owner}.weight" if leaf.startswith("lora_") else f"{owner}.{leaf[:-7]}"
 
 
-def _oriented(change: Tensor, weight: Tensor) -> Tensor:
-    """Return a change [.., out, in] in the layout of its weight."""
-    return change if change.shape == weight.shape else change.transpose(-1, -2).reshape(weight.shape)
+def _is_transposed(model: nn.Module, weight: str, change: Tensor) -> bool:
+    """Return whether a weight is stored as [.., in, out], where its change is [.., out, in]."""
+    owner, _, leaf = weight.rpartition(".")
+    module = model.get_submodule(owner)
+    if change.dim() == 2:
+        return isinstance(module, Conv1D)
+    return bool(getattr(module, leaf).shape[-1] != change.shape[-1])
 
 
 def low_rank_gradients(built: BuiltModel, scaling: float, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -219,11 +227,12 @@ def low_rank_gradients(built: BuiltModel, scaling: float, gradients: Mapping[str
             continue
         a, b = parameters[f"{name[:-1]}A"].detach(), parameters[f"{name[:-1]}B"].detach()
         gradient = gradients.get(_base_name(name), torch.zeros_like(parameters[_base_name(name)]))
-        shape = torch.Size((*a.shape[:-2], b.shape[-2], a.shape[-1]))
-        if gradient.shape != shape:
-            gradient = gradient.reshape(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
+        merged = b @ a
+        if _is_transposed(built.model, _base_name(name), merged):
+            gradient = gradient.reshape(merged.mT.shape).mT
+        gradient = gradient.reshape(merged.shape)
         is_a = name.endswith("lora_A")
-        wanted[name] = scaling * (b.transpose(-1, -2) @ gradient if is_a else gradient @ a.transpose(-1, -2))
+        wanted[name] = scaling * (b.mT @ gradient if is_a else gradient @ a.mT)
     return wanted
 
 
@@ -290,7 +299,7 @@ def check_mode(
     wanted_loss, merged_gradients = reference.loss(samples, changes)
     wanted = low_rank_gradients(built, settings.scaling, merged_gradients) if settings else merged_gradients
     losses, gradients, loss_now = _train(built, batch)
-    taken_apart = sorted(getattr(built, "taken_apart", {}))
+    taken_apart = sorted(getattr(getattr(built, "isolation", None), "apart", {}))
     result = ModeResult(loss=losses[0], taken_apart=taken_apart, loss_difference=abs(losses[0] - float(wanted_loss)))
     result.gradient_difference, result.worst_gradient = worst_difference(gradients, wanted)
     if not (result.loss_difference <= LOSS_WITHIN and result.gradient_difference <= GRADIENT_WITHIN):
