@@ -49,7 +49,7 @@ def render(rows: Sequence[Mapping[str, Any]], words: Mapping[str, str]) -> str:
         "",
         words["header"],
         _rule(words["header"]),
-        *(_line(row, words) for row in rows),
+        *(_line(row, words) for row in rows if row["trains"]),
         "",
         f"## {words['without']}",
         "",
@@ -75,14 +75,10 @@ def _line(row: Mapping[str, Any], words: Mapping[str, str]) -> str:
         return "" if value is None else words["yes" if value else "no"]
 
     kind, _, layers = row["packing"].partition(": ")
-    results = [
-        answer(row["experts"]),
-        words[kind] + (f": {layers}" if layers else ""),
-        *(answer(row[name]) for name in ("expert_parallel", "images", "peft")),
-        f"{row['loss']:.0e}",
-        f"{row['gradient']:.0e}",
-    ]
-    cells = [row["type"], row["class"], answer(row["trains"]), *(results if row["trains"] else [""] * len(results))]
+    packing = words[kind] + (f": {layers}" if layers else "")
+    others = (answer(row[name]) for name in ("expert_parallel", "images", "peft"))
+    differences = (f"{row[name]:.0e}" for name in ("loss", "gradient"))
+    cells = [row["type"], row["class"], answer(row["trains"]), answer(row["experts"]), packing, *others, *differences]
     return f"| {' | '.join(cells)} |"
 
 

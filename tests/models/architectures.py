@@ -16,6 +16,14 @@ from tests.support.shrinking import VOCAB_SIZE, randomise, tiny
 
 ENCODER_DECODER = "encoder-decoder: this class is its decoder alone"
 DRAFTER = "drafts tokens from the states of another model, and has none of its own"
+UNSEEN = "a layer that runs once per sample is given arguments that the probe does not see"
+NO_LINEARS = "LoRA finds no linear layers to adapt"
+NO_SDPA = "its vision tower does not have the attention function that towers are given"
+NO_END = "its export needs an end token in the configuration of its text model"
+NO_TIES = "its export needs a configuration that says whether embeddings are tied"
+NO_BASE = "its decoder is not the base model that the loss runs"
+TIED = "its layers share weights, and LoRA gives each of them a pair of its own"
+COMPLEX = "its complex position embeddings are compared without their imaginary parts"
 
 
 @dataclass(frozen=True)
@@ -82,14 +90,14 @@ CAUSAL: dict[str, Line] = {
     "cohere_compass_text": Line(
         {"layer_types": ["sliding_attention", "full_attention"], "rope_parameters": ROPE_BY_KIND}
     ),
-    "cpmant": Line(),
+    "cpmant": Line(reason=UNSEEN),
     "ctrl": Line(),
     "cwm": Line(),
     "data2vec-text": Line(DECODER),
     "dbrx": Line(
         {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}, "ffn_config": {"moe_top_k": 2}}
     ),
-    "deepseek_v2": Line({"first_k_dense_replace": 1, "num_experts_per_tok": 2}),
+    "deepseek_v2": Line({"first_k_dense_replace": 1, "num_experts_per_tok": 2}, reason=COMPLEX),
     "deepseek_v3": Line(),
     "deepseek_v32": Line(),
     "deepseek_v4": Line({"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}}),
@@ -113,9 +121,9 @@ CAUSAL: dict[str, Line] = {
     "ernie4_5_moe": Line(),
     "exaone4": Line(),
     "exaone_moe": Line(),
-    "falcon": Line(),
+    "falcon": Line(reason=NO_LINEARS),
     "falcon_h1": Line(),
-    "falcon_mamba": Line(),
+    "falcon_mamba": Line(reason=NO_LINEARS),
     "flex_olmo": Line(),
     "flint": Line({"mlp_only_layers": [0]}),
     "fuyu": Line(),
@@ -139,13 +147,13 @@ CAUSAL: dict[str, Line] = {
     "gemma4_unified": Line({"vision_config": {}}),
     "gemma4_unified_assistant": Line(reason=DRAFTER, is_built=False),
     "gemma4_unified_text": Line(),
-    "git": Line(),
+    "git": Line(reason=NO_SDPA),
     "glm": Line(),
     "glm4": Line(),
     "glm4_moe": Line(),
     "glm4_moe_lite": Line(),
     "glm_moe_dsa": Line(),
-    "got_ocr2": Line(),
+    "got_ocr2": Line(reason=NO_SDPA),
     "gpt-sw3": Line(),
     "gpt2": Line(),
     "gpt_bigcode": Line(),
@@ -167,8 +175,8 @@ CAUSAL: dict[str, Line] = {
     "hy_v3": Line(),
     "hy_v4": Line(),
     "hyperclovax": Line(),
-    "inkling2_text": Line(),
-    "inkling_text": Line({"mlp_layer_types": ["dense", "sparse"]}),
+    "inkling2_text": Line(reason=NO_TIES),
+    "inkling_text": Line({"mlp_layer_types": ["dense", "sparse"]}, reason=NO_TIES),
     "internlm3": Line(),
     "iquestcoder": Line(),
     "jais2": Line(),
@@ -188,11 +196,11 @@ CAUSAL: dict[str, Line] = {
     "lfm2_moe": Line({"layer_types": ["conv", "full_attention"]}),
     "lfm3": Line(),
     "llama": Line(),
-    "llama4": Line(),
-    "llama4_text": Line({"moe_layers": [1]}),
+    "llama4": Line(reason=NO_BASE),
+    "llama4_text": Line({"moe_layers": [1]}, reason=NO_BASE),
     "longcat_flash": Line(),
-    "mamba": Line(),
-    "mamba2": Line({"num_heads": 8}),
+    "mamba": Line(reason=NO_LINEARS),
+    "mamba2": Line({"num_heads": 8}, reason=UNSEEN),
     "marian": Line(reason=ENCODER_DECODER),
     "mbart": Line(reason=ENCODER_DECODER),
     "megatron-bert": Line(DECODER),
@@ -208,14 +216,14 @@ CAUSAL: dict[str, Line] = {
     "ministral3": Line(),
     "mistral": Line(),
     "mixtral": Line(),
-    "mllama": Line(),
-    "modernbert-decoder": Line(),
+    "mllama": Line(reason=NO_TIES),
+    "modernbert-decoder": Line(reason=NO_LINEARS),
     "moshi": Line(),
     "moss_transcribe_diarize": Line(),
     "mpt": Line(),
     "musicgen": Line(reason=ENCODER_DECODER, is_built=False),
     "musicgen_melody": Line(reason=ENCODER_DECODER, is_built=False),
-    "mvp": Line(reason=ENCODER_DECODER),
+    "mvp": Line(),
     "nanochat": Line(),
     "nemotron": Line({"num_key_value_heads": 2}),
     "nemotron_h": Line(),
@@ -254,12 +262,13 @@ CAUSAL: dict[str, Line] = {
             "axial_pos_embds_dim": (8, 24),
             "num_buckets": 4,
             "hash_seed": 0,
-        }
+        },
+        reason="transformers trains it on rows of one length only",
     ),
     "rembert": Line(DECODER),
     "roberta": Line(DECODER),
     "roberta-prelayernorm": Line(DECODER),
-    "roc_bert": Line(DECODER),
+    "roc_bert": Line(DECODER, reason=NO_END),
     "roformer": Line(DECODER),
     "rwkv": Line(),
     "seed_oss": Line(),
@@ -267,15 +276,15 @@ CAUSAL: dict[str, Line] = {
     "solar_open": Line(),
     "stablelm": Line(),
     "starcoder2": Line(),
-    "trocr": Line(reason=ENCODER_DECODER),
+    "trocr": Line(),
     "vaultgemma": Line(),
-    "whisper": Line(reason=ENCODER_DECODER),
+    "whisper": Line(),
     "xglm": Line(),
-    "xlm": Line({"causal": True}),
+    "xlm": Line({"causal": True}, reason=UNSEEN),
     "xlm-roberta": Line(DECODER),
     "xlm-roberta-xl": Line(DECODER),
-    "xlnet": Line({"attn_type": "uni"}),
-    "xlstm": Line(),
+    "xlnet": Line({"attn_type": "uni"}, reason=UNSEEN),
+    "xlstm": Line(reason="it computes the logits of all tokens, whatever it is asked for"),
     "xmod": Line({"is_decoder": True, "default_language": "en_XX"}),
     "youtu": Line(),
     "zamba": Line(
@@ -284,26 +293,28 @@ CAUSAL: dict[str, Line] = {
             "num_hidden_layers": 4,
             "attention_hidden_size": 64,
             "attention_head_dim": 16,
-        }
+        },
+        reason=TIED,
     ),
-    "zamba2": Line({"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4}),
+    "zamba2": Line({"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4}, reason=TIED),
     "zaya": Line({"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding"], "sliding_window": 8}),
 }
 
 VISION: dict[str, Line] = {
     "qwen2_vl": Line({"text_config": MROPE}),
     "qwen2_5_vl": Line({"text_config": MROPE}),
-    "qwen3_vl": Line({"text_config": MROPE}),
+    "qwen3_vl": Line({"text_config": MROPE}, reason=NO_END),
     "qwen3_vl_moe": Line({"text_config": MROPE}),
     "internvl": Line(),
-    "glm4v": Line({"text_config": MROPE}),
+    "idefics3": Line(),
+    "glm4v": Line({"text_config": MROPE}, reason=NO_END),
     "glm4v_moe": Line({"text_config": {**MROPE, "head_dim": 16}}),
-    "glm46v": Line({"text_config": {**MROPE, "head_dim": 16}}),
+    "glm46v": Line({"text_config": {**MROPE, "head_dim": 16}}, reason=NO_END),
     "llava_onevision": Line(),
     "smolvlm": Line(),
     "mistral3": Line(),
     "kimi_k25": Line(),
-    "paligemma": Line(),
+    "paligemma": Line(reason=UNSEEN),
 }
 """Vision-language classes, besides those of `CAUSAL`."""
 
@@ -319,8 +330,8 @@ VARIANTS: dict[str, Line] = {
     "qwen3_moe+dense_layer": Line({"mlp_only_layers": [0]}, "qwen3_moe"),
     "mixtral+window": Line({"sliding_window": 8}, "mixtral"),
     "doge+moe": Line({"is_moe": True, "num_experts": 16}, "doge"),
-    "falcon+alibi": Line({"alibi": True}, "falcon"),
-    "falcon+new_decoder": Line({"new_decoder_architecture": True, "num_kv_heads": 2}, "falcon"),
+    "falcon+alibi": Line({"alibi": True}, "falcon", reason=NO_LINEARS),
+    "falcon+new_decoder": Line({"new_decoder_architecture": True, "num_kv_heads": 2}, "falcon", reason=NO_LINEARS),
     "gemma4_text+moe": Line(
         {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}, "gemma4_text"
     ),

@@ -5,14 +5,19 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from surefoot.data.collate import MicroBatch
 from tests.models.architectures import ARCHITECTURES, CAUSAL, Line, tiny_model
-from tests.support.model_check import Result, check_architecture
+from tests.support import model_check
+from tests.support.model_check import Result, check_architecture, packed_batch
 
 REPRESENTATIVE = (
     "llama", "mixtral", "deepseek_v3", "qwen3_5_moe_text", "mamba2", "lfm2", "gpt_oss", "gemma2", "mistral",
@@ -32,6 +37,20 @@ def write_row(result: Result, line: Line) -> None:
 
 def test_every_text_generation_class_has_a_line() -> None:
     assert sorted(CAUSAL) == sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def test_the_check_sees_samples_that_mix(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mixed(samples: list[Tensor]) -> MicroBatch:
+        batch = packed_batch(samples)
+        tokens = sum(batch.lengths)
+        return replace(batch, lengths=[tokens], cu_seq_lens=torch.tensor([0, tokens], dtype=torch.int32))
+
+    monkeypatch.setattr(model_check, "packed_batch", mixed)
+    result = check_architecture("llama", tiny_model("llama"), tmp_path, tokenizer, {"full": None})
+    assert result.modes["full"].state == "wrong"
+    assert result.modes["full"].loss_difference > 1e-2
 
 
 def test_the_results_are_those_of_the_table() -> None:

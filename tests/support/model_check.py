@@ -23,16 +23,19 @@ from surefoot.errors import SurefootError
 from surefoot.methods.base import BatchTotals, TrainContext
 from surefoot.methods.sft.method import SftObjective
 from surefoot.models.build import BuiltModel, build_model, load_config, model_class, trainable_parameters
-from surefoot.models.experts import is_fused_experts
+from surefoot.models.expert_layouts import can_be_shared_out
 from surefoot.models.export import merge_adapter
 from surefoot.models.lora import LoraSettings
 from surefoot.training.step import train_step
+from tests.support.vision import KINDS
 
 LENGTHS = (13, 7, 17)
 """Tokens of the samples in the packed row: longer and shorter than the windows of the tiny models."""
 LOSS_WITHIN, GRADIENT_WITHIN, EXPORT_WITHIN = 1e-5, 1e-4, 1e-4
 NEGLIGIBLE = 1e-3
 """Share of the norm of all gradients below which a gradient is compared with that share instead of its own norm."""
+IMAGES_ARE_TESTED = {*KINDS}
+"""Architectures that tests/vision trains on images."""
 MODES: dict[str, tuple[str, ...] | None] = {
     "full": None,
     "attention": ("attention",),
@@ -70,7 +73,6 @@ class Result:
     has_experts: bool = False
     shares_experts: bool = False
     """Whether ranks can hold a part of the experts each."""
-    reads_images: bool = False
     seconds: float = 0.0
 
     @property
@@ -104,7 +106,7 @@ class Result:
             "peft": all(
                 result.peft_difference <= EXPORT_WITHIN for mode, result in self.modes.items() if mode != "full"
             ),
-            "images": self.reads_images,
+            "images": self.name in IMAGES_ARE_TESTED,
             "loss": max((result.loss_difference for result in compared), default=None),
             "gradient": max((result.gradient_difference for result in compared), default=None),
         }
@@ -299,7 +301,7 @@ def check_mode(
     wanted_loss, merged_gradients = reference.loss(samples, changes)
     wanted = low_rank_gradients(built, settings.scaling, merged_gradients) if settings else merged_gradients
     losses, gradients, loss_now = _train(built, batch)
-    taken_apart = sorted(getattr(getattr(built, "isolation", None), "apart", {}))
+    taken_apart = sorted(built.isolation.apart)
     result = ModeResult(loss=losses[0], taken_apart=taken_apart, loss_difference=abs(losses[0] - float(wanted_loss)))
     result.gradient_difference, result.worst_gradient = worst_difference(gradients, wanted)
     if not (result.loss_difference <= LOSS_WITHIN and result.gradient_difference <= GRADIENT_WITHIN):
@@ -314,11 +316,11 @@ def check_mode(
         if not result.export_difference <= EXPORT_WITHIN:
             result.state, result.message = "wrong", "the exported model has another loss"
         if settings is not None:
-            _check_peft(result, artifact, _open(folder, stock), samples, trained_loss)
+            _open_in_peft(result, artifact, _open(folder, stock), samples, trained_loss)
     return result
 
 
-def _check_peft(
+def _open_in_peft(
     result: ModeResult, adapter: Path, base: PreTrainedModel, samples: list[Tensor], trained_loss: float
 ) -> None:
     try:
@@ -333,7 +335,7 @@ def check_architecture(
 ) -> Result:
     """Save a tiny model, train it in each mode, and compare."""
     began = time.monotonic()
-    shares_experts = any(is_fused_experts(module) for module in model.modules())
+    shares_experts = any(can_be_shared_out(module) for module in model.modules())
     result = Result(name, type(model).__name__, {}, has_experts(model), shares_experts)
     folder = work / "base"
     model.save_pretrained(folder)
