@@ -22,10 +22,11 @@ from surefoot.distributed.process_group import SINGLE_PROCESS
 from surefoot.errors import SurefootError
 from surefoot.methods.base import BatchTotals, TrainContext
 from surefoot.methods.sft.method import SftObjective
-from surefoot.models.build import BuiltModel, build_model, load_config, model_class, trainable_parameters
+from surefoot.models.build import BuiltModel, build_model, load_config, meta_model, model_class, trainable_parameters
 from surefoot.models.expert_layouts import can_be_shared_out
 from surefoot.models.export import merge_adapter
 from surefoot.models.lora import LoraSettings
+from surefoot.models.peft_layout import find_unreadable
 from surefoot.training.step import train_step
 from tests.support.vision import KINDS
 
@@ -317,6 +318,9 @@ def check_mode(
             result.state, result.message = "wrong", "the exported model has another loss"
         if settings is not None:
             _open_in_peft(result, artifact, _open(folder, stock), samples, trained_loss)
+            is_unreadable = bool(find_unreadable(meta_model(folder), settings.targets))
+            if is_unreadable == (result.peft_difference <= EXPORT_WITHIN):
+                result.state, result.message = "wrong", f"PEFT: {result.peft_message}; was told so: {is_unreadable}"
     return result
 
 
