@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from surefoot.data.collate import MicroBatch
 from surefoot.distributed.fsdp import as_fsdp_forward, reshard
+from surefoot.models.decoder_layers import body_of
 from surefoot.models.sample_layout import ARGUMENT, SampleLayout
 from surefoot.models.vision import embed_images, image_tokens, text_arguments
 
@@ -68,13 +69,15 @@ def _probe_output_layer(model: PreTrainedModel) -> nn.Linear | None:
     def is_head_plain() -> bool:
         """Compare the logits of a few tokens."""
         head = model.get_output_embeddings()
-        if type(head) is not nn.Linear:  # a subclass computes more than its weight and bias say (LoRA, for one)
+        if (
+            body_of(model) is model or type(head) is not nn.Linear
+        ):  # a subclass computes more than its weight and bias say (LoRA, for one)
             return False
         if model.base_model is model:  # Llama 4 has no decoder without its head
             return False
         inputs = dummy_inputs(model)
         with eval_no_grad(model):
-            hidden = model.base_model(**inputs).last_hidden_state
+            hidden = body_of(model)(**inputs).last_hidden_state
             logits = model(**inputs).logits
             return torch.allclose(head(hidden).float(), logits.float(), rtol=1e-3, atol=1e-4)
 
@@ -133,7 +136,7 @@ class TokenLoss:
             logits = self._model(**arguments, logits_to_keep=batch.target_positions).logits[0]
             losses = F.cross_entropy(logits.float(), batch.targets, reduction="none")
             return losses.sum() if batch.weights is None else losses @ batch.weights
-        hidden = self._model.base_model(**arguments).last_hidden_state[0]
+        hidden = body_of(self._model)(**arguments).last_hidden_state[0]
         if batch.weights is None:
             return _sum_nll(hidden[batch.target_positions], self._head, batch.targets)
         # There are few distinct weights, one per turn. Each group takes the same path as unweighted tokens.
@@ -173,7 +176,7 @@ class TokenLogprobs:
         if self._head is None:
             logits = self._model(**arguments, logits_to_keep=batch.target_positions).logits[0]
             return self._score_targets(logits, batch.targets)
-        hidden = self._model.base_model(**arguments).last_hidden_state[0][batch.target_positions]
+        hidden = body_of(self._model)(**arguments).last_hidden_state[0][batch.target_positions]
         hidden, weight, bias = _cast_head_inputs(hidden, self._head)
 
         def score_chunk(chunk: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,13 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     return whole if decoder is model else decoder
 
 
+def body_of(model: PreTrainedModel) -> nn.Module:
+    """Return the part of a model that computes the states of its output layer; the model itself if there is none."""
+    whole: nn.Module = model.base_model
+    decoder: nn.Module = model.get_decoder()
+    return decoder if whole is model else whole
+
+
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """Return the list of a decoder's layers (`layers`, `h`, `blocks`, ...): the longest of its outermost lists."""
     level: list[nn.Module] = [decoder_of(model)]

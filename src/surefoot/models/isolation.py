@@ -11,7 +11,7 @@ Independent of data, methods and training.
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from surefoot.errors import ModelError
 from surefoot.models.attention import can_share_prefixes, own_implementation
-from surefoot.models.decoder_layers import decoder_layers, decoder_of
+from surefoot.models.decoder_layers import body_of, decoder_layers, decoder_of
 from surefoot.models.expert_layouts import is_fused_experts
 from surefoot.models.per_sample import CallShapes, run_per_sample, run_whole, same_rows
 from surefoot.models.routing import router_names
@@ -88,8 +88,9 @@ def isolate_samples(model: PreTrainedModel, dtype: torch.dtype, *, is_sharded: b
         model.set_attn_implementation(attention_of(model.config, own_implementation(type(model))))
         apart, difference = _take_apart(probe, decoder)
     if difference > probe.tolerance and not is_sharded and not router_names(model):
-        apart = {model.base_model: probe.observe_shapes(model.base_model)}  # one process may run it any number of times
-        run_per_sample(model.base_model, apart[model.base_model], is_stateful=False)
+        body = body_of(model)  # one process may run it any number of times
+        apart = {body: probe.observe_shapes(body)}
+        run_per_sample(body, apart[body], is_stateful=False)
         difference = probe.measure_mixing(is_changed=True)
     if difference > probe.tolerance:
         raise ModelError(
@@ -204,11 +205,26 @@ class _Probe:
         alone = [self._run_alone(ids) for ids in self._ids.split(lengths)]
         return max(float((both - one).norm() / one.norm()) for both, one in zip(together, alone, strict=True))
 
+    @contextmanager
+    def _forward_errors(self, ids: Tensor) -> Iterator[None]:
+        """Turn what a forward raises into a ModelError: the model has its own weights and ordinary tokens."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except (IndexError, RuntimeError, ValueError) as error:
+            if MISSING_KERNELS.search(str(error)):
+                raise
+            raise ModelError(
+                f"{type(self._model).__name__} cannot be run on a row of {len(ids)} tokens: "
+                f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+            ) from error
+
     @torch.no_grad()
     def _run_alone(self, ids: Tensor) -> Tensor:
         """Return the logits of a sample by the model's own attention and positions. Shapes: ids [T] -> [T, V]."""
         samples = SampleLayout.of([len(ids)], self._device)
-        with attention(self._model, own_implementation(type(self._model))):
+        with attention(self._model, own_implementation(type(self._model))), self._forward_errors(ids):
             logits = self._model(input_ids=ids[None], use_cache=False, **{ARGUMENT: samples}).logits
         return logits[0].float()  # type: ignore[no-any-return]
 
@@ -216,9 +232,9 @@ class _Probe:
     def _run(self, ids: Tensor, samples: SampleLayout) -> Tensor:
         """Return the logits of a row of samples. Shapes: ids [T] -> [T, V]."""
         positions = torch.cat([torch.arange(length) for length in samples.lengths])[None].to(self._device)
-        logits = self._model(
-            input_ids=ids[None], position_ids=positions, attention_mask=None, use_cache=False, **{ARGUMENT: samples}
-        ).logits
+        arguments: dict[str, Any] = {"position_ids": positions, "attention_mask": None, "use_cache": False}
+        with self._forward_errors(ids):
+            logits = self._model(input_ids=ids[None], **arguments, **{ARGUMENT: samples}).logits
         return logits[0].float()  # type: ignore[no-any-return]
 
 
@@ -275,7 +291,7 @@ class _PartObserver:
     def _differs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
         for sample, span in enumerate(self._samples.spans):
             try:
-                alone = self.shapes.run_sample(module.forward, args, kwargs, sample, [span], self._samples.ends.device)
+                alone = self.shapes.run_sample(module.forward, args, kwargs, self._samples, sample)
             except (IndexError, RuntimeError):
                 return True  # it was given the numbers of tokens of the whole row
             together = self.shapes.rows(output, span)

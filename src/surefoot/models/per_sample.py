@@ -48,17 +48,16 @@ class CallShapes:
         self.arguments.update(_token_dims(_open_mappings((args, kwargs)), num_tokens))
         self.results.update(_token_dims(output, num_tokens))
 
-    def slice_arguments(self, args: Any, kwargs: dict[str, Any], sample: int, spans: list[slice]) -> tuple[Any, Any]:
-        """Return the arguments for a sample, which reads the tokens of `spans` one after the other."""
+    def slice_arguments(self, args: Any, kwargs: dict[str, Any], samples: SampleLayout, sample: int) -> tuple[Any, Any]:
+        """Return the arguments for a sample, which reads its tokens after those of the sample that it continues."""
+        spans, num_tokens = samples.spans_read[sample], samples.num_tokens
 
         def cut(path: Path, leaf: Any) -> Any:
             if isinstance(leaf, SampleValues):
                 return leaf.values[sample]
             if not isinstance(leaf, Tensor) or leaf.dim() == 0:
                 return leaf
-            if path not in self.arguments:
-                raise ModelError(f"an argument that the probe did not see, {_pytree.keystr(path)}, reached the layer.")
-            for dim in self.arguments[path]:
+            for dim in self.arguments[path] if path in self.arguments else _usual_token_dims(leaf, num_tokens, path):
                 leaf = _take(leaf, dim, spans)
             return leaf
 
@@ -66,13 +65,13 @@ class CallShapes:
         return _pytree.tree_map_with_path(cut, _open_mappings((args, others)))  # type: ignore[no-any-return]
 
     def run_sample(
-        self, forward: Callable[..., Any], args: Any, kwargs: Any, sample: int, spans: list[slice], device: torch.device
+        self, forward: Callable[..., Any], args: Any, kwargs: Any, samples: SampleLayout, sample: int
     ) -> Any:
-        """Return the results of a sample that reads the tokens of `spans`, for the last of these spans."""
-        part_args, part_kwargs = self.slice_arguments(args, kwargs, sample, spans)
-        own = spans[-1].stop - spans[-1].start
-        count = sum(span.stop - span.start for span in spans)
-        with samples_are(SampleLayout.of([count], device)):
+        """Return the results of a sample of the row, for its own tokens."""
+        part_args, part_kwargs = self.slice_arguments(args, kwargs, samples, sample)
+        own = samples.lengths[sample]
+        count = sum(span.stop - span.start for span in samples.spans_read[sample])
+        with samples_are(SampleLayout.of([count], samples.ends.device)):
             output = forward(*part_args, **part_kwargs)
         return output if count == own else self.rows(output, slice(count - own, count))
 
@@ -131,6 +130,14 @@ def _token_dims(tree: Any, num_tokens: int) -> dict[Path, tuple[int, ...]]:
     }
 
 
+def _usual_token_dims(tensor: Tensor, num_tokens: int, path: Path) -> tuple[int, ...]:
+    """Return the dimension of tokens of an argument that the observed call did not have: positions, states, masks."""
+    dims = {1: (-1,), 2: (-1,), 3: (-2,), 4: (-2, -1)}.get(tensor.dim(), ())
+    if not dims or any(tensor.shape[dim] != num_tokens for dim in dims):
+        raise ModelError(f"{_pytree.keystr(path)} of shape {tuple(tensor.shape)} is not known to have rows of tokens.")
+    return dims
+
+
 def _take(tensor: Tensor, dim: int, spans: list[slice]) -> Tensor:
     parts = [tensor.narrow(dim, span.start, span.stop - span.start) for span in spans]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
@@ -165,11 +172,10 @@ class _PerSample:
         if layout is None or (len(layout.lengths) == 1 and self._state is None):
             return self.whole(*args, **kwargs)
         outputs = []
-        device = layout.ends.device
-        for sample, spans in enumerate(layout.spans_read):
+        for sample in range(len(layout.lengths)):
             if self._state is not None:
                 _set_attributes(self._module, self._state)
-            outputs.append(self._shapes.run_sample(self.whole, args, kwargs, sample, spans, device))
+            outputs.append(self._shapes.run_sample(self.whole, args, kwargs, layout, sample))
         return outputs[0] if len(outputs) == 1 else self._shapes.join(outputs)
 
 

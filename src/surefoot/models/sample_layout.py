@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from surefoot.models.decoder_layers import body_of
+
 ARGUMENT = "samples"
 
 
@@ -120,8 +122,9 @@ class SampleArguments:
 def accept_samples(model: PreTrainedModel) -> SampleArguments:
     """Let a model and its decoder accept the argument `samples`; how they are told can be changed afterwards."""
     arguments = SampleArguments(_first_position(model))
-    for module in {model, model.base_model}:
-        _follow(module, arguments if module is model.base_model else None)
+    body = body_of(model)
+    for module in {model, body}:
+        _follow(module, arguments if module is body else None)
     return arguments
 
 

@@ -25,6 +25,7 @@ from surefoot.methods.base import (
 )
 from surefoot.methods.token_loss import TokenLoss, dummy_inputs, eval_no_grad, has_values, vision_inputs
 from surefoot.models.build import BuiltModel, meta_model
+from surefoot.models.decoder_layers import body_of
 from surefoot.models.routing import (
     LayerRouting,
     check_recorded,
@@ -46,7 +47,7 @@ def _check_recording(built: BuiltModel) -> None:
     """Check that the routing of a few tokens is recorded. Collective. Raises: ModelError, see `check_recorded`."""
     model, inputs = built.model, dummy_inputs(built.model)
     with eval_no_grad(model), built.routing.recording() as layers:
-        as_fsdp_forward(model, lambda: model.base_model(**inputs))()
+        as_fsdp_forward(model, lambda: body_of(model)(**inputs))()
     reshard(model)  # weights may be loaded before the next forward
     check_recorded(layers, built.routing.names)
 
@@ -60,7 +61,7 @@ class SftObjective(Objective):
         self._ranks = ranks
 
         def run_decoder(batch: MicroBatch) -> None:
-            built.model.base_model(**vision_inputs(batch, built.model))
+            body_of(built.model)(**vision_inputs(batch, built.model))
 
         self._run_decoder = as_fsdp_forward(built.model, run_decoder)
         self._routing = built.routing
