@@ -69,9 +69,8 @@ def _probe_output_layer(model: PreTrainedModel) -> nn.Linear | None:
     def is_head_plain() -> bool:
         """Compare the logits of a few tokens."""
         head = model.get_output_embeddings()
-        if (
-            body_of(model) is model or type(head) is not nn.Linear
-        ):  # a subclass computes more than its weight and bias say (LoRA, for one)
+        # A subclass of a linear layer computes more than its weight and bias say (LoRA, for one).
+        if body_of(model) is model or type(head) is not nn.Linear:
             return False
         if model.base_model is model:  # Llama 4 has no decoder without its head
             return False
@@ -112,6 +111,13 @@ def _get_head(model: PreTrainedModel) -> nn.Linear:
     return head
 
 
+def _trained_logits(model: PreTrainedModel, arguments: dict[str, Any], batch: MicroBatch) -> Tensor:
+    """Return the logits from which the trained tokens are predicted. Shapes: [N, V]."""
+    logits: Tensor = model(**arguments, logits_to_keep=batch.target_positions).logits[0]
+    keeps_all = len(logits) == batch.ids.shape[1] != len(batch.targets)  # some models take no such argument
+    return logits[batch.target_positions] if keeps_all else logits
+
+
 class TokenLoss:
     """Weighted sum of the negative log-likelihoods of a batch's trained tokens under a causal LM."""
 
@@ -133,7 +139,7 @@ class TokenLoss:
     def _compute_nll(self, batch: MicroBatch) -> Tensor:
         arguments = vision_inputs(batch, self._model)
         if self._head is None:
-            logits = self._model(**arguments, logits_to_keep=batch.target_positions).logits[0]
+            logits = _trained_logits(self._model, arguments, batch)
             losses = F.cross_entropy(logits.float(), batch.targets, reduction="none")
             return losses.sum() if batch.weights is None else losses @ batch.weights
         hidden = body_of(self._model)(**arguments).last_hidden_state[0]
@@ -174,7 +180,7 @@ class TokenLogprobs:
     def _compute_logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         arguments = vision_inputs(batch, self._model)
         if self._head is None:
-            logits = self._model(**arguments, logits_to_keep=batch.target_positions).logits[0]
+            logits = _trained_logits(self._model, arguments, batch)
             return self._score_targets(logits, batch.targets)
         hidden = body_of(self._model)(**arguments).last_hidden_state[0][batch.target_positions]
         hidden, weight, bias = _cast_head_inputs(hidden, self._head)

@@ -7,7 +7,7 @@ parameters.
 Independent of data, loss and optimisers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from transformers.initialization import no_init_weights
 
 from surefoot.errors import ModelError
 from surefoot.models import attention, experts, vision
-from surefoot.models.checkpoint_weights import check_weights_fill
+from surefoot.models.checkpoint_weights import CheckpointWeights, check_weights_fill
 from surefoot.models.decoder_layers import decoder_layers
 from surefoot.models.dtensor_blocks import load_full
 from surefoot.models.isolation import Isolation, isolate_samples
@@ -161,7 +161,7 @@ def build_model(
             _freeze_beside_text(model, freeze_vision=freeze_vision)
 
     if sharding is not None:
-        cls = _add_sharding_to_class(cls, sharding, mark)
+        cls = _add_sharding_to_class(cls, sharding, mark, CheckpointWeights(folder).weights)
     stored = dtype if lora is not None else torch.float32
     # FSDP expects offloaded parameters on the CPU from the start; the rest moves to the device afterwards.
     is_offloaded = sharding is not None and sharding.is_offloaded
@@ -286,17 +286,24 @@ def _load_weights(
 
 
 def _add_sharding_to_class(
-    cls: type[PreTrainedModel], sharding: Sharding, mark: Callable[[PreTrainedModel], None]
+    cls: type[PreTrainedModel],
+    sharding: Sharding,
+    mark: Callable[[PreTrainedModel], None],
+    stored: Container[str],
 ) -> type[PreTrainedModel]:
     """Return a subclass that transformers' loader shards over the ranks with `sharding`, then fills part by part.
 
-    `mark` sets which parameters are trained, because that determines how they are sharded.
+    `mark` sets which parameters are trained, because that determines how they are sharded. `stored`: names in the
+    checkpoint; transformers does not tie weights that it finds there twice.
     """
 
     def prepare(_cls: Any, distributed_config: Any, device_map: Any = None) -> Any:
         return distributed_config, device_map, sharding.meshes
 
     def distribute(_cls: Any, model: PreTrainedModel, *_: Any) -> PreTrainedModel:
+        # One parameter must be sharded as one, and transformers ties weights only after it has read them.
+        if not any(name in stored and source in stored for name, source in model.all_tied_weights_keys.items()):
+            model.tie_weights()
         mark(model)
         experts.plug_in(model)
         sharding.apply(model)
