@@ -22,11 +22,24 @@ from surefoot.diagnostics.monitor.explain import explain
 from surefoot.diagnostics.monitor.observers import FAULT_VARIABLE
 from surefoot.diagnostics.monitor.ring_buffer import RingWriter
 from surefoot.diagnostics.monitor.watch import watch
-from surefoot.launch import run_supervisor
+from surefoot.launch import run_supervisor, run_verb
 from tests.support.data import counting_rows, write_jsonl
 from tests.support.processes import FAULTS
 
 pytestmark = pytest.mark.slow
+
+RESTARTS = [
+    (-signal.SIGKILL, False, 2),
+    (-signal.SIGKILL, True, 2),
+    (run_verb.CRASHED, False, 2),
+    (7, False, 2),
+    (-signal.SIGTERM, False, 0),
+    (run_verb.DONE, False, 0),
+    (run_verb.FAILED, False, 0),
+    (2, False, 0),
+    (3, False, 0),
+]
+"""(exit status, whether it stalled, restarts that max_restarts: 2 allows)."""
 
 
 @pytest.fixture
@@ -154,6 +167,51 @@ def test_a_run_that_is_killed_is_named_by_its_supervisor(settings: dict[str, Any
     summary = summary_of(settings)
     assert (summary["status"], summary["steps"]) == ("failed", 6)
     assert [finding["code"] for finding in summary["findings"]] == ["SF101"]
+
+
+@pytest.mark.parametrize("fault", ["SIGKILL", pytest.param("raise", marks=pytest.mark.matrix)])
+def test_a_run_of_one_rank_that_died_restarts_from_its_checkpoint(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(FAULTS), prepend=os.pathsep)
+    monkeypatch.setenv("FAULT", f"alone:{fault}:7@step:{tmp_path / 'struck'}")
+    process = start({**settings, "max_steps": 20, "max_restarts": 1})
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    assert re.search(r"resuming .*step 5\b", stderr)
+    summary = summary_of(settings)
+    assert (summary["status"], summary["steps"]) == ("completed", 20)
+    (finding,) = summary["findings"]
+    assert finding["code"] == "SF101"
+    assert re.search(r"rank 0.*(broken on purpose|SIGKILL).*\b1 of 1\b", finding["cause"])
+    written = (Path(settings["output_dir"]) / "findings.jsonl").read_text().splitlines()
+    assert [json.loads(line)["cause"] for line in written] == [finding["cause"]]
+    lines = (Path(settings["output_dir"]) / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 21))
+
+
+@pytest.mark.parametrize(("status", "was_stopped", "restarts"), RESTARTS)
+def test_how_often_a_run_restarts_after_an_end(
+    settings: dict[str, Any], status: int, was_stopped: bool, restarts: int
+) -> None:
+    settings = {**settings, "max_restarts": 2, "on_stall": "restart"}
+    loaded = load_config(None, [], settings)
+    attempt = run_supervisor._Attempt(loaded, run_supervisor._SignalForwarding(), as_json=False)
+    attempt.was_stopped = was_stopped
+    assert attempt.max_restarts(status) == restarts
+
+
+def test_each_death_of_a_run_of_one_rank_counts(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault strikes in each start, before the first checkpoint."""
+    monkeypatch.setenv("PYTHONPATH", str(FAULTS), prepend=os.pathsep)
+    monkeypatch.setenv("FAULT", "alone:SIGKILL:3@step")
+    process = start({**settings, "max_steps": 20, "max_restarts": 1})
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 3
+    assert f"no checkpoint yet in {settings['output_dir']}: starting again at step 1" in stderr
+    summary = summary_of(settings)
+    assert (summary["status"], summary["steps"]) == ("failed", 2)
+    assert [("1 of 1" in finding["cause"]) for finding in summary["findings"]] == [True, False]
 
 
 def test_a_supervisor_that_is_killed_takes_the_run_along(settings: dict[str, Any]) -> None:

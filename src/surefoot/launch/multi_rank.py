@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,7 +15,7 @@ from surefoot.distributed.parallel_dims import Layout
 from surefoot.distributed.rank_notes import RankFailure
 from surefoot.errors import ConfigError, StoppedOnFinding, SurefootError
 from surefoot.findings import Finding
-from surefoot.launch.watcher import was_written_since
+from surefoot.launch.watcher import add_restart, was_written_since
 from surefoot.system.console import say
 from surefoot.training.run_summary import METRICS, SUMMARY, FindingLog, RunResult, read_result, write_end
 
@@ -44,9 +43,7 @@ def train_launched(loaded: LoadedConfig, *, screen: bool) -> RunResult:
     log = FindingLog.of(loaded.run)
 
     def on_restart(failure: RankFailure, attempt: int) -> None:
-        finding = _build_finding(failure, folder, began_s)
-        count = f"restart {attempt} of {loaded.run.max_restarts}"
-        finding = replace(finding, cause=f"{finding.cause}. All ranks restart from the last checkpoint ({count})")
+        finding = add_restart(_build_finding(failure, folder, began_s), attempt, loaded.run.max_restarts)
         restarts.append(finding)
         if folder.is_dir():
             log.note(finding)

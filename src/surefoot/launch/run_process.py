@@ -8,9 +8,10 @@ import os
 import sys
 import threading
 import time
+import traceback
 
 from surefoot.config import LoadedConfig
-from surefoot.launch.run_verb import run_verb, train_and_print
+from surefoot.launch.run_verb import CRASHED, run_verb, train_and_print
 from surefoot.system.console import protect_streams, report_lost_output
 from surefoot.system.process import end_with_parent, own_stop_signals
 
@@ -29,9 +30,12 @@ def main() -> int:
     if os.getppid() != request["supervisor"]:
         return 1
     threading.Thread(target=_end_after, args=(request["supervisor"],), name="parent", daemon=True).start()
-    return report_lost_output(
-        run_verb(lambda: train_and_print(LoadedConfig.from_json(request), as_json=request["as_json"]))
-    )
+    try:
+        status = run_verb(lambda: train_and_print(LoadedConfig.from_json(request), as_json=request["as_json"]))
+    except Exception:  # noqa: BLE001 - the supervisor must tell it from an error that the run raised on purpose
+        traceback.print_exc()
+        status = CRASHED
+    return report_lost_output(status)
 
 
 def _end_after(supervisor: int) -> None:

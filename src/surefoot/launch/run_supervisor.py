@@ -17,14 +17,15 @@ import psutil
 from surefoot.config import LoadedConfig, RunConfig
 from surefoot.diagnostics.monitor.explain import explain_death, history_since
 from surefoot.diagnostics.monitor.supervisor import GONE_S
-from surefoot.errors import StoppedOnFinding
+from surefoot.errors import InputError, StoppedOnFinding
 from surefoot.findings import Finding
+from surefoot.launch.run_verb import CRASHED, DONE, FAILED
 from surefoot.launch.sidecar import SUPERVISED
-from surefoot.launch.watcher import POLL_S, Watcher, WatchSpec, start_module, was_written_since
+from surefoot.launch.watcher import POLL_S, Watcher, WatchSpec, add_restart, start_module, was_written_since
 from surefoot.system import cgroup
 from surefoot.system.console import say
 from surefoot.system.process import PYTHON, describe_end, restore_handlers, stop_signals, was_for_memory
-from surefoot.training.run_summary import METRICS, FindingLog, write_end
+from surefoot.training.run_summary import METRICS, SUMMARY, FindingLog, read_result, write_end
 
 REPORT_WITHIN_S = 120.0
 
@@ -39,12 +40,13 @@ def train_supervised(loaded: LoadedConfig, *, as_json: bool) -> int:
         while True:
             attempt = _Attempt(loaded, signals, as_json=as_json)
             status = attempt.run_to_end()
+            is_last = signals.was_received or restarts >= attempt.max_restarts(status)
+            if not is_last:
+                restarts += 1
+                attempt.report_restart(status, restarts)
             findings += attempt.findings
-            may_restart = run.on_stall == "restart" and not signals.was_received
-            if not attempt.was_stopped or not may_restart or restarts >= max(1, run.max_restarts):
+            if is_last:
                 break
-            restarts += 1
-            say(f"restarting after a stall (restart {restarts})")
             if attempt.has_begun:  # continue from its checkpoints; before its first step nothing has changed
                 changes: dict[str, object] = {"overwrite_output_dir": False}
                 if (run.run_folder / "checkpoints").is_dir():
@@ -63,11 +65,16 @@ def _write_end(run: RunConfig, attempt: "_Attempt", status: int, findings: list[
     if attempt.was_stopped:
         write_end(run.run_folder, findings=findings, error=findings[-1].as_text(), since_s=began_s)
         return StoppedOnFinding.exit_status
+    if status != CRASHED and _has_died(status):
+        return attempt.report_death(status, findings)
     if findings:
         write_end(run.run_folder, findings=findings, since_s=began_s)
-    if status < 0:
-        return attempt.report_death(status)
-    return status
+    return FAILED if status == CRASHED else status
+
+
+def _has_died(status: int) -> bool:
+    """Return whether an exit status is that of a process that was killed or crashed, or left without a report."""
+    return status not in (DONE, FAILED, InputError.exit_status, StoppedOnFinding.exit_status)
 
 
 def _write_report(run: RunConfig) -> None:
@@ -147,21 +154,60 @@ class _Attempt:
             self.was_stopped = True
             _kill_tree(process)
 
-    def report_death(self, status: int) -> int:
-        """Report a run that was killed before it could report anything itself; return the exit status."""
-        if -status in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # before it could handle them
+    def max_restarts(self, status: int) -> int:
+        """Return how often a run may restart after this end. Several ranks are restarted by their launcher instead."""
+        if self.was_stopped:
+            return max(1, self._run.max_restarts) if self._run.on_stall == "restart" else 0
+        has_died = self._num_ranks == 1 and _has_died(status) and not _was_interrupted(status)
+        return self._run.max_restarts if has_died else 0
+
+    def report_restart(self, status: int, restart: int) -> None:
+        """Report why the run restarts. `restart`: the number of the restart, from 1."""
+        if self.was_stopped:
+            say(f"restarting after a stall (restart {restart})")
+            return
+        finding, is_recorded = self._explain(status)
+        finding = add_restart(finding, restart, self._run.max_restarts)
+        if is_recorded:
+            self._watcher.report(finding)
+        else:  # there may be no run folder
+            say(finding.as_text())
+
+    def report_death(self, status: int, earlier: list[Finding]) -> int:
+        """Report a run that was killed before it could report anything itself; return the exit status.
+
+        `earlier`: findings of the run that summary.json lists as well.
+        """
+        if _was_interrupted(status):
             say("interrupted")
-            return 1
-        folder = self._run.run_folder
-        history = history_since(folder, self._began_s)
-        rank = 0 if self._num_ranks == 1 else None
-        for_memory = was_for_memory(status, self._oom_kills)
-        finding = explain_death(folder, rank, describe_end(status), for_memory=for_memory, history=history)
-        if history:
-            self._watcher.report_death(finding)
+            if earlier:
+                write_end(self._run.run_folder, findings=earlier, since_s=self._began_s)
+            return FAILED
+        finding, is_recorded = self._explain(status)
+        if is_recorded:
+            self._watcher.report_death(finding, earlier)
         else:  # there may be no run folder
             say(finding.as_text())
         return StoppedOnFinding.exit_status
+
+    def _explain(self, status: int) -> tuple[Finding, bool]:
+        """Return the finding for the death of the run's process, and whether the process recorded any event."""
+        folder = self._run.run_folder
+        history = history_since(folder, self._began_s)
+        if status == CRASHED:
+            result = read_result(folder) if was_written_since(folder / SUMMARY, self._began_s) else None
+            error = result.error if result is not None else None
+            reason = f"rank 0: {error or 'an unexpected error before the run had begun'}"
+            return Finding("SF101", reason, {"reason": reason}), bool(history)
+        rank = 0 if self._num_ranks == 1 else None
+        for_memory = was_for_memory(status, self._oom_kills)
+        finding = explain_death(folder, rank, describe_end(status), for_memory=for_memory, history=history)
+        return finding, bool(history)
+
+
+def _was_interrupted(status: int) -> bool:
+    """Return whether a stop signal ended the process before it could handle it."""
+    return -status in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def _kill_tree(process: "subprocess.Popen[bytes]") -> None:

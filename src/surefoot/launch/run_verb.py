@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from surefoot.config import LoadedConfig
 
 DONE, FAILED = 0, 1
+CRASHED = 70
+"""Exit status of a supervised run that an unexpected error ended. Its supervisor exits with `FAILED` instead."""
 IMPOSSIBLE_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
 """Errors of the file system for a name that no file can have."""
 REFUSED_BY_SYSTEM = (
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENOMEM, errno.EMFILE,
-    errno.EAGAIN,
+    errno.EAGAIN, errno.EFBIG,
 )  # fmt: skip
 """Errors caused by the machine: a full disk, a lost mount, no process left."""
 

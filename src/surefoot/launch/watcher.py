@@ -2,9 +2,9 @@
 
 import json
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -78,11 +78,20 @@ class Watcher:
         self._log.note(finding)
         say(finding.as_text())
 
-    def report_death(self, finding: Finding) -> None:
-        """Report the finding that ended the run, also in summary.json; on a full disk it is still shown."""
+    def report_death(self, finding: Finding, earlier: Sequence[Finding] = ()) -> None:
+        """Report the finding that ended the run, also in summary.json; on a full disk it is still shown.
+
+        `earlier`: findings of the run that summary.json lists as well.
+        """
         self.report(finding)
         with suppress(OSError, StorageError):
-            write_end(self._log.run_folder, findings=[finding], error=finding.cause, since_s=self._began_s)
+            write_end(self._log.run_folder, findings=[*earlier, finding], error=finding.cause, since_s=self._began_s)
+
+
+def add_restart(finding: Finding, restart: int, max_restarts: int) -> Finding:
+    """Return the finding for a death with the number of the restart that follows it."""
+    count = f"restart {restart} of {max_restarts}"
+    return replace(finding, cause=f"{finding.cause}. The run restarts from its newest checkpoint ({count})")
 
 
 def start_module(module: str, request: Mapping[str, Any], **options: Any) -> "subprocess.Popen[bytes]":

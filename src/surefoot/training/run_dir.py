@@ -227,7 +227,10 @@ def _decide_resume(loaded: LoadedConfig) -> Resume:
     if config.overwrite_output_dir or config.resume_from_checkpoint is False:
         return Resume(None, [])  # a run to overwrite is deleted once the new one is ready for its first step
     if config.resume_from_checkpoint == "auto":
-        return replace(_find_newest_and_set_aside(config.run_folder), notes=notes)
+        resume = _find_newest_and_set_aside(config.run_folder)
+        if resume.checkpoint is None and _is_run_folder(config.run_folder):
+            notes += (f"no checkpoint yet in {config.run_folder}: starting again at step 1",)
+        return replace(resume, notes=notes)
     check_named_checkpoint(loaded)
     path = Path(str(config.resume_from_checkpoint))
     where = loaded.where("resume_from_checkpoint")

@@ -1,7 +1,8 @@
 """Loaded by Python at its start where this folder is on PYTHONPATH: makes one rank of a run fail, once.
 
-FAULT is `rank:what:when:file`; the file is made when the fault strikes, so that a restarted rank is sound. `what` is an
-exception, a signal, or `cut`: a kill while it sends.
+FAULT is `rank:what:when:file`; the file is made when the fault strikes, so that a restarted rank is sound; without one
+the fault strikes in each start. `rank` is `alone` for the process of a run with one rank. `what` is an exception, a
+signal, or `cut`: a kill while it sends.
 MEET_WITHIN_S: how long ranks wait for each other at the start. LATE_RANK: whose time for rollouts is over after a few
 tokens, or LATE_AFTER so many looks at the clock, while the others' is not.
 """
@@ -33,8 +34,9 @@ if "RANK" in os.environ and os.environ["RANK"] == os.environ.get("LATE_RANK"):
     LocalEngine._is_over = is_over  # type: ignore[method-assign]
 
 rank, what, when, file = (os.environ.get("FAULT", "") + ":::").split(":")[:4]
+own_rank = os.environ.get("RANK", "alone" if "SUREFOOT_SUPERVISED" in os.environ else None)
 is_cut = what == "cut"  # both ranks are in the message that one of them leaves unfinished
-if rank and (os.environ.get("RANK") == rank or (is_cut and "RANK" in os.environ)) and not Path(file).exists():
+if rank and (own_rank == rank or (is_cut and "RANK" in os.environ)) and not (file and Path(file).exists()):
     from surefoot.distributed import process_group
     from surefoot.models import experts
     from surefoot.training import async_checkpoint, step
@@ -53,7 +55,8 @@ if rank and (os.environ.get("RANK") == rank or (is_cut and "RANK" in os.environ)
         dist.broadcast(message, src=int(rank))
 
     def strike() -> None:
-        Path(file).touch()
+        if file:
+            Path(file).touch()
         if is_cut:
             cut()
         if what == "raise":
