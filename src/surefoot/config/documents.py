@@ -8,6 +8,7 @@ import datetime
 import json
 import re
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ import yaml
 from yaml.error import Mark, MarkedYAMLError
 from yaml.reader import ReaderError
 
+from surefoot.config.yaml_typos import find_typo
 from surefoot.errors import ConfigError
 
 MOST_BYTES = 1 << 20
@@ -24,6 +26,7 @@ MOST_VALUES = 20_000
 """Largest number of values in a file. A value behind an alias counts at each of its uses."""
 MOST_BITS = 63
 """Number of bits of the largest integer; larger ones fit no tensor."""
+FULL_WIDTH_COMMA = "，"
 SHOWN_CHARACTERS = 80
 YAML_1_1_NUMBER = re.compile(r"[-+]?(0[0-7_]+$|[0-9_]+:)")
 """Octal numbers that begin with 0, and base-60 numbers such as times: few who write them mean them."""
@@ -36,6 +39,10 @@ class _Refused(MarkedYAMLError):
 
     def __init__(self, problem: str, mark: Mark) -> None:
         super().__init__(problem=problem, problem_mark=mark)
+
+
+class _Invalid(_Refused):
+    """A document that is no mapping, perhaps because of a typo."""
 
 
 class _Date(_Refused):
@@ -82,8 +89,9 @@ class _Loader(yaml.SafeLoader):
             value = super().construct_object(node, deep=deep)
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
             kind = node.tag.rpartition(":")[2]
-            value = shorten(node.value) if isinstance(node, yaml.ScalarNode) else f"this {_get_node_kind(node)}"
-            raise _Refused(f"{value} is no {kind}. Put it in quotes if it is a text", node.start_mark) from error
+            raise _Refused(
+                f"{_describe_node(node)} is no {kind}. Put it in quotes if it is a text", node.start_mark
+            ) from error
         if isinstance(value, datetime.date):
             raise _Date(f"{node.value} is a date to YAML. Put it in quotes", node.start_mark)
         is_number = isinstance(value, int | float) and isinstance(node, yaml.ScalarNode)
@@ -93,6 +101,18 @@ class _Loader(yaml.SafeLoader):
                 node.start_mark,
             )
         return value
+
+    def construct_sequence(self, node: yaml.Node, deep: bool = False) -> list[Any]:
+        """Construct a list. Raises: _Refused for items in brackets that full-width commas separate."""
+        for item in node.value if isinstance(node, yaml.SequenceNode) and node.flow_style else ():
+            if isinstance(item, yaml.ScalarNode) and item.style is None and FULL_WIDTH_COMMA in item.value:
+                raise _Refused(
+                    f"the full-width comma in {shorten(item.value)} separates no items. Write "
+                    f"`[{shorten(', '.join(item.value.split(FULL_WIDTH_COMMA)), quote=False)}]`, or put a text in quotes",
+                    item.start_mark,
+                )
+        values: list[Any] = super().construct_sequence(node, deep=deep)  # type: ignore[arg-type]
+        return values
 
     def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict[Any, Any]:
         """Construct a mapping. Raises: _Refused for a duplicate key."""
@@ -109,6 +129,10 @@ class _Loader(yaml.SafeLoader):
 
 def _get_node_kind(node: yaml.Node) -> str:
     return type(node).__name__.removesuffix("Node").lower()
+
+
+def _describe_node(node: yaml.Node) -> str:
+    return shorten(node.value) if isinstance(node, yaml.ScalarNode) else f"this {_get_node_kind(node)}"
 
 
 def _get_child_nodes(node: yaml.Node) -> list[yaml.Node]:
@@ -152,7 +176,7 @@ def read_entries(text: str, name: str) -> list[tuple[str, Any, str]]:
         if node is None:
             raise ConfigError(f"{name} is empty. It needs at least model, dataset and output_dir.")
         if not isinstance(node, yaml.MappingNode):
-            raise ConfigError(f"{name}:1: expected `key: value` lines, found a {_get_node_kind(node)}.")
+            raise _Invalid(f"expected `key: value` lines, found {_describe_node(node)}", node.start_mark)
         entries = []
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
@@ -214,7 +238,14 @@ def _load_document(text: str, name: str, read: Callable[[_Loader], Result]) -> R
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError(f"{name}:{line}: not valid YAML: {error.reason}.") from error
     except MarkedYAMLError as error:
-        place = f"{name}:{error.problem_mark.line + 1}" if error.problem_mark else name
+        typo = (
+            find_typo(text, _find_failure) if isinstance(error, _Invalid) or not isinstance(error, _Refused) else None
+        )
+        if typo is not None:
+            corrected = shorten(typo.corrected, quote=False)
+            raise ConfigError(f"{name}:{typo.line}: {typo.problem}. Write `{corrected}`.") from error
+        mark = _find_place(error)
+        place = f"{name}:{mark.line + 1}" if mark else name
         kind = "" if isinstance(error, _Refused) else "not valid YAML: "
         raise ConfigError(f"{place}: {kind}{error.problem}.") from error
     except (
@@ -223,6 +254,23 @@ def _load_document(text: str, name: str, read: Callable[[_Loader], Result]) -> R
     ) as error:  # of the scanner: an escape beyond Unicode, a long integer
         line = loader.get_mark().line + 1 if loader is not None else 1
         raise ConfigError(f"{name}:{line}: not valid YAML: {error}.") from error
+
+
+def _find_place(error: MarkedYAMLError) -> Mark | None:
+    """Return where the text or the brackets begin that an error is about; else where it was noticed."""
+    begins = (error.context or "").startswith(("while scanning", "while parsing a flow"))
+    return error.context_mark if begins and error.context_mark else error.problem_mark
+
+
+def _find_failure(text: str) -> float:
+    """Return the line, from 1, from which on a text is invalid: 0 if it is no mapping, infinity if it is valid."""
+    try:
+        is_mapping = isinstance(_Loader(text).get_single_node(), yaml.MappingNode)
+        return inf if is_mapping else 0
+    except MarkedYAMLError as error:
+        return error.problem_mark.line + 1 if error.problem_mark else 0
+    except (yaml.YAMLError, ValueError, OverflowError):  # no typo of ours
+        return 0
 
 
 def check_value(value: Any, name: str, place: str, depth: int = 1) -> None:
