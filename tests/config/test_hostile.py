@@ -12,6 +12,7 @@ import pytest
 
 from surefoot.config import RunConfig, changed_fields, known_fields, load_config
 from surefoot.config.documents import MOST_BYTES, parse_json, parse_yaml
+from surefoot.config.paths import FOLDERS
 from surefoot.errors import ConfigError
 from tests.support.processes import surefoot
 
@@ -141,7 +142,8 @@ def test_what_is_no_file_at_rest_is_refused_at_once(tmp_path: Path, name: str) -
     for path in ("/dev/zero", str(tmp_path / "pipe.py")):
         value = f"{path}:f" if name == "reward_funcs" else path
         if not value.startswith("/dev/zero:"):
-            with pytest.raises(ConfigError, match=r"(device|pipe).*\(command line\)"):
+            wanted = "folder" if name in FOLDERS else "file"
+            with pytest.raises(ConfigError, match=rf"(device|pipe).* a {wanted}\b.*\(command line\)"):
                 load_config(tmp_path / "run.yaml", [f"{name}={value}"])
 
 

@@ -65,6 +65,22 @@ def test_paths_are_relative_to_the_file_and_overrides_to_the_current_folder(
     assert run.model == "some/model", "a hub id is no path"
 
 
+def test_environment_variables_in_paths_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCRATCH_OF_TEST", str(tmp_path / "scratch"))
+    settings = [
+        "model=$SCRATCH_OF_TEST/model",
+        "dataset=[{path: $SCRATCH_OF_TEST/a.jsonl}, '${SCRATCH_OF_TEST}/b.jsonl']",
+        "output_dir=$SCRATCH_OF_TEST/$SCRATCH_OF_TEST",
+    ]
+    run = load(tmp_path, "", *settings)
+    assert run.model == str(tmp_path / "scratch/model")
+    assert [item.path for item in run.dataset] == [str(tmp_path / "scratch" / name) for name in ("a.jsonl", "b.jsonl")]
+    assert run.output_dir == f"{tmp_path}/scratch{tmp_path}/scratch"
+    for name in ("model", "dataset", "output_dir", "chat_template", "resume_from_checkpoint"):
+        with pytest.raises(ConfigError, match=rf"{name}=.*\bUNSET_OF_TEST\b.*\(command line\)"):
+            load(tmp_path, "", f"{name}=${{UNSET_OF_TEST}}/x")
+
+
 def test_a_model_folder_beside_the_file_is_a_path(tmp_path: Path) -> None:
     (tmp_path / "some" / "model").mkdir(parents=True)
     assert load(tmp_path, "").model == str(tmp_path / "some" / "model")
@@ -131,7 +147,7 @@ def test_peers_names_and_values(tmp_path: Path, text: str, field: str, value: An
             "rdzv_endpoint: node0:99999\n",
             r"rdzv_endpoint=node0:99999 .*65535.*\(run\.yaml:4\)",
         ),
-        ("a: [1\n", r"run\.yaml:5: .*YAML"),
+        ("a: [1\n", r"run\.yaml:4: .*YAML"),
     ],
 )
 def test_bad_values_say_what_and_where(tmp_path: Path, text: str, message: str) -> None:

@@ -306,7 +306,7 @@ class _Settings:
             return str(path)
         if name == "model" and isinstance(value, str) and not value.startswith("pypi:"):
             beside = setting.resolve(value, name)
-            return str(beside) if beside.is_dir() or value.startswith((".", "~")) else value
+            return str(beside) if beside.is_dir() or value.startswith((".", "~", "$")) else value
         if name == "resume_from_checkpoint" and isinstance(value, str) and value not in ("auto", "never"):
             return str(setting.resolve(value, name))
         if name == "resume_from_checkpoint" and value in ("never", True):

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from surefoot.errors import ConfigError
 
 MOST_PATH_BYTES = 3500
 """Largest length of a path: Linux allows 4,095 bytes, and a run writes files inside its folders."""
+VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)")
+"""An environment variable in a path: `$NAME` or `${NAME}`."""
 ABSENT = (errno.ENOENT, errno.ENOTDIR)
 KINDS = {
     stat.S_IFCHR: "a device",
@@ -18,19 +21,25 @@ KINDS = {
     stat.S_IFSOCK: "a socket",
 }
 """Directories of special files: reading one may never end, and a second read returns other bytes."""
+FOLDERS = ("model", "output_dir", "dataset_dir", "image_dir", "init_adapter", "resume_from_checkpoint")
+"""Settings that name a folder, never a file."""
 
 
 def resolve_path(value: str, base: Path, name: str, place: str) -> Path:
     """Return the absolute path of a setting; relative paths start from `base`. The path need not exist.
 
-    Raises: ConfigError for an invalid path, and for a device, a pipe or a socket.
+    `~` and environment variables are replaced. Raises: ConfigError for an invalid path, for a variable that is not set,
+    and for a device, a pipe or a socket.
     """
 
     def refuse(reason: str) -> ConfigError:
         return ConfigError(f"{name}={shorten(value, quote=False)}: {reason} ({place}).")
 
+    missing = [variable for variable in VARIABLE.findall(value) if variable not in os.environ]
+    if missing:
+        raise refuse(f"the environment variable {missing[0]} is not set. Set it, or write the path without it")
     try:
-        path = Path(base, Path(value).expanduser()).resolve()
+        path = Path(base, Path(os.path.expandvars(value)).expanduser()).resolve()
         if len(os.fsencode(path)) > MOST_PATH_BYTES:
             raise refuse(f"the path is longer than {MOST_PATH_BYTES} bytes")
         str(path).encode()
@@ -47,7 +56,8 @@ def resolve_path(value: str, base: Path, name: str, place: str) -> Path:
         raise refuse(str(error).rstrip(".")) from error
     kind = KINDS.get(stat.S_IFMT(mode))
     if kind is not None:
-        raise refuse(f"it is {kind}, not a file or folder. Give a file: it is read more than once")
+        instead = "Give a folder" if name in FOLDERS else "Give a file: it is read more than once"
+        raise refuse(f"it is {kind}, not a file or folder. {instead}")
     return path
 
 
