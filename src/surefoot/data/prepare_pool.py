@@ -26,6 +26,7 @@ from surefoot.data.render import RendererSource
 from surefoot.data.template_process import TEMPLATE_PROCESS
 from surefoot.errors import DataError, SurefootError
 from surefoot.system.compute_limits import STUCK_SIGNAL
+from surefoot.system.console import format_time_left
 from surefoot.system.line_pipe import LinePipe
 from surefoot.system.process import PYTHON
 
@@ -68,7 +69,7 @@ class Progress:
         if self.eta_s is not None:
             done = self.bytes_done / self.bytes_total
             share = f"[{'#' * round(20 * done):.<20}] {done:.0%}, "
-            eta = f", ETA {int(self.eta_s) // 60}:{int(self.eta_s) % 60:02d}"
+            eta = f", ETA {format_time_left(self.eta_s)}"
         return f"preparing data: {share}{self.rows} rows, {self.rows_per_second:.0f} rows/s{eta}"
 
 

@@ -74,6 +74,15 @@ def report_lost_output(status: int) -> int:
     return status or 1
 
 
+def format_time_left(seconds: float) -> str:
+    """Return a time as minutes and seconds (`2:07`), with hours (`1:15:13`), or from a day on as `2d 15h`."""
+    minutes, rest_s = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24}d {hours % 24}h"
+    return f"{hours}:{minutes:02d}:{rest_s:02d}" if hours else f"{minutes}:{rest_s:02d}"
+
+
 def say(text: str) -> None:
     """Write a line to standard error."""
     write(sys.stderr, f"{text}\n")

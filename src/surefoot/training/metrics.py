@@ -27,7 +27,7 @@ from surefoot.events import (
     StepEnded,
 )
 from surefoot.system.atomic_io import raise_storage_error
-from surefoot.system.console import write
+from surefoot.system.console import format_time_left, write
 from surefoot.system.json_files import is_count, keep_lines
 from surefoot.training.run_summary import COMPLETIONS, EVAL_COMPLETIONS, METRICS
 
@@ -194,7 +194,7 @@ class Screen:
             f"lr {event.learning_rate:.1e}",
             f"{event.tokens_per_second:.0f} tok/s",
             f"{event.peak_memory_bytes / 2**30:.1f} GiB",
-            f"ETA {int(left_s) // 60}:{int(left_s) % 60:02d}",
+            f"ETA {format_time_left(left_s)}",
         ]
         if event.expert_load:
             parts.insert(4, f"expert load {max(event.expert_load):.1f}x")
