@@ -77,6 +77,11 @@ def test_a_deepspeed_json(tmp_path: Path) -> None:
     assert Path(get_values(run)["deepspeed"]).name == "ds.json"
 
 
+def test_a_run_yaml_of_this_program_needs_no_import(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"a\.yaml: .*already.*surefoot train"):
+        import_file(tmp_path / "a.yaml", "model: a/b\ndataset: a.jsonl\noutput_dir: out\nmax_length: 512\n")
+
+
 def test_options_that_are_not_known_are_listed(tmp_path: Path) -> None:
     run = import_file(tmp_path / "a.sh", "swift sft --model some/model --dataset a.jsonl --use_flux true --lora_r 4")
     assert run.unknown == ["use_flux = True"]

@@ -6,6 +6,7 @@ import pytest
 
 from surefoot.diagnostics.monitor.event_log import Entry
 from surefoot.diagnostics.rules.rank_death import find_death
+from surefoot.findings import Finding
 
 KILLED = "was killed by signal 9 (SIGKILL)"
 
@@ -103,3 +104,10 @@ def test_a_batch_that_was_done_is_not_blamed() -> None:
     history.append(Entry(0, 1, 70, 0.0, "step", "", 3, {}))
     finding = find_death(0, KILLED, for_memory=True, history=history)
     assert "tokens" not in finding.cause
+
+
+def test_the_number_of_a_rank_is_not_shown_as_a_count() -> None:
+    finding = Finding("SF101", "rank 0 is gone", {"ranks_gone": "0"})
+    assert finding.as_dict()["evidence"] == {"ranks_gone": "0"}
+    (line,) = [line for line in finding.as_text().splitlines() if line.endswith(": 0")]
+    assert "rank number" in line

@@ -320,6 +320,11 @@ def test_the_page_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
         assert part in said
 
 
+def test_the_page_of_a_plan_tells_the_length_of_its_cost(settings: dict[str, Any]) -> None:
+    for max_steps, length in ((1, "; 1 step: "), (None, "; 1000 steps (an example: max_steps is not set): ")):
+        assert length in format_forecast(told({**settings, "max_steps": max_steps}), [], [], 0.0)
+
+
 def test_heads_that_do_not_divide_are_named_where_transformers_lets_them_pass(tmp_path: Path) -> None:
     config = json.loads((PLANS / "qwen-72b/config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_size": 8193}))

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import re
+import resource
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -159,6 +160,16 @@ def test_a_mount_that_is_gone_is_named_too(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(shutil, "disk_usage", refuse)
     error = storage_error(tmp_path / "a", OSError(errno.ESTALE, "Stale file handle"))
     assert re.search(r"/a: .*Stale file handle\.", str(error))
+
+
+def test_a_file_over_the_limit_of_the_process_is_refused_with_that_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusal = OSError(errno.EFBIG, "File too large")
+    for limit, is_named in (((123_456, 10**9), True), ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), False)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _kind, limit=limit: limit)
+        text = str(storage_error(tmp_path / "a", refusal))
+        assert ("123456" in text, "ulimit -f" in text) == (is_named, is_named)
 
 
 def test_only_what_this_program_left_is_repaired(tmp_path: Path) -> None:

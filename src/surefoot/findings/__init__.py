@@ -24,6 +24,9 @@ CATALOGUE: dict[str, Page] = {
     **rollouts.PAGES,
 }
 
+SHOWN_NAMES = {"ranks_gone": "gone (by rank number)"}
+"""Names of evidence that a person would misread -> what they are shown as."""
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -63,7 +66,7 @@ class Finding:
 
     def as_text(self) -> str:
         """Return the finding as text of several lines for a person."""
-        evidence = [f"    {name}: {value}" for name, value in self.evidence.items()]
+        evidence = [f"    {SHOWN_NAMES.get(name, name)}: {value}" for name, value in self.evidence.items()]
         evidence_lines = ["  evidence:", *evidence] if evidence else []
         return "\n".join([f"{self.code} {self.title}", f"  cause: {self.cause}", *evidence_lines, f"  fix: {self.fix}"])
 

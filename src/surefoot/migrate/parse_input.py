@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.config.documents import parse_json, parse_yaml, read_text, shorten
+from surefoot.config.methods import known_fields
 from surefoot.errors import ConfigError
 from surefoot.migrate.command_line import (
     apply_accelerate_config,
@@ -67,6 +68,8 @@ def _read_mapping(path: Path, text: str, program: str | None) -> ParsedRun:
     if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
         raise ConfigError(f"{path}: contains no settings by name. Give {ACCEPTED_INPUTS}.")
     program = program or _detect_program(settings)
+    if program is None and settings and settings.keys() <= known_fields().keys():
+        raise ConfigError(f"{path}: is a run.yaml of Surefoot already. Run `surefoot train {path}`.")
     if program is None:
         names = shorten(", ".join(list(settings)[:8]), quote=False)
         raise ConfigError(f"{path}: settings of no program that is supported: {names}. Give {ACCEPTED_INPUTS}.")

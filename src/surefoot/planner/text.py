@@ -169,7 +169,10 @@ def _format_cost(forecast: Forecast, price: float) -> str:
     steps = forecast.run.max_steps or 1000
     hours = forecast.device_hours(steps)
     took_s = (forecast.step_s + forecast.rollout_s) * steps
-    text = f"; {steps} steps: {_format_duration(took_s)}, {hours:.2f} device hours"
+    length = f"{steps} step{'s' * (steps != 1)}"
+    if forecast.run.max_steps is None:
+        length += " (an example: max_steps is not set)"
+    text = f"; {length}: {_format_duration(took_s)}, {hours:.2f} device hours"
     return text + (f", {hours * price:.2f} at {price:g} an hour" if price else "")
 
 

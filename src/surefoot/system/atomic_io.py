@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import resource
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -194,14 +195,17 @@ def _is_read_error(error: OSError, target: Path, temporary: Path) -> bool:
 def storage_error(path: Path, error: OSError) -> StorageError:
     """Return the system's refusal to write `path`, with the free space of its file system if that can be queried."""
     place = "folder for the cache with SUREFOOT_CACHE" if path.is_relative_to(cache_folder()) else "folder"
-    advice = "Free space or choose" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Choose"
+    advice = f"{'Free space or choose' if error.errno in (errno.ENOSPC, errno.EDQUOT) else 'Choose'} another {place}"
+    limit_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if error.errno == errno.EFBIG and limit_bytes != resource.RLIM_INFINITY:
+        advice = f"No file of this process may exceed {limit_bytes} bytes. Raise that limit (ulimit -f unlimited)"
     free_space = ""
     with suppress(OSError):  # a mount that has disappeared cannot be queried
         folder = next(parent for parent in (path, *path.parents) if parent.is_dir())
         free_space = f" ({shutil.disk_usage(folder).free / 2**20:.0f} MiB free on its file system)"
     return StorageError(
         f"{path}: could not be written: {error.strerror or error}{free_space}. "
-        f"Existing files were not touched. {advice} another {place}, then run again."
+        f"Existing files were not touched. {advice}, then run again."
     )
 
 

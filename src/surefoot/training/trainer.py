@@ -99,7 +99,8 @@ def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: World, *,
             state = opened.state
             earlier = completed_earlier(folder, state.step) if config.is_over(state.step, state.epoch) else None
             if ranks.broadcast_from_rank0(lambda: earlier is not None):
-                emit(Notice(f"complete since an earlier start: {state.step} steps"))
+                steps = f"{state.step} step{'s' * (state.step != 1)}"
+                emit(Notice(f"complete since an earlier start: {steps}"))
                 complete = earlier or record.result("completed")
                 emit(RunEnded(complete.as_dict()))
                 return _share_result(run, complete)
