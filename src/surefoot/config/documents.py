@@ -26,7 +26,7 @@ MOST_VALUES = 20_000
 """Largest number of values in a file. A value behind an alias counts at each of its uses."""
 MOST_BITS = 63
 """Number of bits of the largest integer; larger ones fit no tensor."""
-FULL_WIDTH_COMMA = "，"
+FULL_WIDTH_COMMA = "\uff0c"
 SHOWN_CHARACTERS = 80
 YAML_1_1_NUMBER = re.compile(r"[-+]?(0[0-7_]+$|[0-9_]+:)")
 """Octal numbers that begin with 0, and base-60 numbers such as times: few who write them mean them."""
@@ -106,9 +106,10 @@ class _Loader(yaml.SafeLoader):
         """Construct a list. Raises: _Refused for items in brackets that full-width commas separate."""
         for item in node.value if isinstance(node, yaml.SequenceNode) and node.flow_style else ():
             if isinstance(item, yaml.ScalarNode) and item.style is None and FULL_WIDTH_COMMA in item.value:
+                items = shorten(item.value.replace(FULL_WIDTH_COMMA, ", "), quote=False)
                 raise _Refused(
-                    f"the full-width comma in {shorten(item.value)} separates no items. Write "
-                    f"`[{shorten(', '.join(item.value.split(FULL_WIDTH_COMMA)), quote=False)}]`, or put a text in quotes",
+                    f"the full-width comma in {shorten(item.value)} separates no items. Write `[{items}]`, or put a "
+                    "text in quotes",
                     item.start_mark,
                 )
         values: list[Any] = super().construct_sequence(node, deep=deep)  # type: ignore[arg-type]
@@ -238,9 +239,8 @@ def _load_document(text: str, name: str, read: Callable[[_Loader], Result]) -> R
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError(f"{name}:{line}: not valid YAML: {error.reason}.") from error
     except MarkedYAMLError as error:
-        typo = (
-            find_typo(text, _find_failure) if isinstance(error, _Invalid) or not isinstance(error, _Refused) else None
-        )
+        may_be_typo = isinstance(error, _Invalid) or not isinstance(error, _Refused)
+        typo = find_typo(text, _find_failure) if may_be_typo else None
         if typo is not None:
             corrected = shorten(typo.corrected, quote=False)
             raise ConfigError(f"{name}:{typo.line}: {typo.problem}. Write `{corrected}`.") from error

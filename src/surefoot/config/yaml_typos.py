@@ -16,7 +16,7 @@ TYPOS = (
     (r"^( *)\t+(\s*)", r"\1  \2", "a tab is no indentation. Use spaces"),
     (r"^\s*\t\s*", "{above}", "a tab is no indentation. Use spaces, as in the line above"),
     (rf"{KEY}\s*:\s*\t\s*", r"\1: ", "a tab follows the colon. Use a space"),
-    (rf"{KEY}\s*：\s*", r"\1: ", "the full-width colon `：` ends no key. Use `:` and a space"),
+    (rf"{KEY}\s*\uff1a\s*", r"\1: ", "the full-width colon `\uff1a` ends no key. Use `:` and a space"),
     (rf"{KEY}:\s*[^\S \t]\s*", r"\1: ", "a no-break or full-width space follows the colon. Use a normal space"),
     (rf"{KEY}:(?=\S)", r"\1: ", "no space follows the colon"),
     (
@@ -42,7 +42,7 @@ class Typo:
 def find_typo(text: str, find_failure: Callable[[str], float]) -> Typo | None:
     """Return the first typo whose correction helps; None if there is none.
 
-    `find_failure` returns the line, from 1, from which on a text is invalid: 0 for no mapping, infinity for a valid one.
+    `find_failure` returns the line, from 1, from which on a text is invalid: 0 for no mapping, infinity if valid.
     """
     if len(text) > MOST_CHARACTERS:
         return None
