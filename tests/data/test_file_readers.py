@@ -141,6 +141,8 @@ def test_columnar_files_do_not_invent_null_keys(tmp_path: Path) -> None:
         (b'{"a": 1}\n{"a": \n', 2, r"JSON: Expecting value"),
         (b'{"a": 1}\n[1]\n', 2, r"JSON object .*list"),
         (b'{"a": 1}\n{"a": "\xe9"}\n', 2, r"UTF-8: .* 0xe9 .*byte 8\b"),
+        (b'[{"a": 1}, {"a": 2}]\n', 1, r"JSON array.* \.json$"),
+        (b'[\n{"a": 1},\n{"a": 2}\n]\n', 1, r"JSON array.* \.json$"),
         ('{"a": 1}\n'.encode("utf-16"), 1, r"UTF-8: .*UTF-16"),
         (b'{"a": "x\0y"}\n', 1, r"JSON: .*NUL"),
         (b"[" * 100_000, 1, r"valid JSON|100 JSON values"),
@@ -195,8 +197,16 @@ def test_a_row_of_fifty_megabytes_is_refused_without_reading_it_whole(tmp_path: 
         ("a.csv", b'a,b\n1,"2\n' + b"3,4\n" * 2_500_000, r"a\.csv:2: .* 8 MiB.*quote"),
         ("a.parquet", b"PAR1 nonsense", r"a\.parquet: .*Parquet"),
         ("a.arrow", b"ARROW1 nonsense", r"a\.arrow: .*Arrow"),
-        ("a.jsonl.gz", b"nonsense", r"a\.jsonl\.gz: .*Not a gzipped file"),
-        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 999, mtime=0)[:-12], r"a\.jsonl\.gz: .*end"),
+        ("a.jsonl.gz", b'{"a": 1}\n', r"a\.jsonl\.gz: .*not gzip.* a\.jsonl$"),
+        ("a.jsonl.zst", b'{"a": 1}\n', r"a\.jsonl\.zst: .*Zstandard.* a\.jsonl$"),
+        ("a.jsonl", gzip.compress(b'{"a": 1}\n', mtime=0), r"a\.jsonl: .*is gzip.* a\.jsonl\.gz$"),
+        ("a.csv", zstandard.compress(b"a,b\n1,2\n"), r"a\.csv: .*is Zstandard.* a\.csv\.zst$"),
+        ("a.jsonl.gz", zstandard.compress(b'{"a": 1}\n'), r"a\.jsonl\.gz: .*is Zstandard.* a\.jsonl\.zst$"),
+        ("a.jsonl", b"PAR1 nonsense", r"a\.jsonl: .*is Parquet.* a\.parquet$"),
+        ("a.parquet", b"ARROW1 nonsense", r"a\.parquet: .*is Arrow.* a\.arrow$"),
+        ("a.csv", b"a;b\n1;2\n", r"a\.csv:1: .*';'.*commas"),
+        ("a.csv", b"a\tb\n1\t2\n", r"a\.csv:1: .*'\\t'.*commas"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 999, mtime=0)[:-12], r"a\.jsonl\.gz: .*ends before.*again$"),
         ("a.jsonl.zst", b"nonsense", r"a\.jsonl\.zst: .*Zstandard"),
     ],
 )
@@ -212,6 +222,7 @@ def test_a_csv_row_with_too_few_values_is_a_bad_row(tmp_path: Path) -> None:
     assert good.columns == {"a": "1", "b": "2"}
     assert bad.line == 3
     assert re.match(r"1 .* 2 columns", str(bad.problem))
+    assert str(bad.problem)[-1].isalpha(), "the message that holds it ends with a full stop"
 
 
 def test_a_json_file_with_a_row_that_is_nested_deeply_keeps_the_others(tmp_path: Path) -> None:

@@ -30,6 +30,13 @@ KINDS = {
 }
 TEXT_READERS = {"jsonl": json_lines, "json": json_values, "csv": csv_rows}
 COMPRESSIONS = (".gz", ".zst")
+CONTENTS = (
+    (b"\x1f\x8b", "gzip", ".gz"),
+    (b"\x28\xb5\x2f\xfd", "Zstandard", ".zst"),
+    (b"PAR1", "Parquet", ".parquet"),
+    (b"ARROW1", "Arrow", ".arrow"),
+)
+"""(first bytes, name, ending) of the file formats that begin with fixed bytes."""
 ZSTANDARD_BYTES = 1 << 10
 """Compressed bytes read at a time. They expand to at most 32 MiB: a block of 4 bytes can hold 128 KiB."""
 
@@ -75,6 +82,7 @@ def scan(path: Path) -> Scan:
 
     Raises: OSError where it cannot be read; DataError for a file that is broken as a whole.
     """
+    _check_content(path)
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         if can_be_entered(path):
@@ -88,6 +96,22 @@ def scan(path: Path) -> Scan:
         digest.hexdigest(),
         tuple(replace(chunk, num_bytes=round(chunk.num_rows * bytes_per_row)) for chunk in all_chunks),
     )
+
+
+def _check_content(path: Path) -> None:
+    """Raise DataError if the first bytes of a file are those of another format than its name says."""
+    kind_and_compression = kind_of(path)
+    assert kind_and_compression is not None
+    kind, compression = kind_and_compression
+    with open(path, "rb") as file:
+        begin = file.read(8)
+    actual, ending = next(((name, ending) for magic, name, ending in CONTENTS if begin.startswith(magic)), ("", ""))
+    name = path.name[: len(path.name) - len(compression)]
+    if begin and compression == ".gz" and not actual:
+        raise DataError(f"{path.name}: it is not gzip. If it is not compressed, name it {name}")
+    if actual and ending not in (compression, f".{kind}"):
+        new_name = name + ending if ending in COMPRESSIONS else str(Path(name).with_suffix(ending))
+        raise DataError(f"{path.name}: it is {actual}. Name it {new_name}")
 
 
 def _scan_lines(file: IO[bytes], update_digest: Callable[[bytes], object]) -> Iterator[Chunk]:
@@ -153,11 +177,19 @@ def stream_chunks(path: Path) -> Iterator[tuple[Chunk, list[Row]]]:
                 yield from _split_into_chunks(TEXT_READERS[kind](file))
     except Broken as error:
         raise DataError(f"{path.name}{error}") from error.__cause__
-    except (OSError, EOFError, zlib.error) as error:
+    except EOFError as error:
+        raise DataError(
+            f"{path.name}: cannot be read: the compressed file ends before its data do, so it is cut short or damaged. "
+            "Copy or compress it again"
+        ) from error
+    except (OSError, zlib.error) as error:
         raise DataError(f"{path.name}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except Exception as error:
         if compression and type(error).__name__ == "ZstdError":
-            raise DataError(f"{path.name}: not readable as Zstandard: {error}") from error
+            name = path.name[: -len(compression)]
+            raise DataError(
+                f"{path.name}: not readable as Zstandard: {error}. If it is not compressed, name it {name}"
+            ) from error
         raise
 
 
@@ -218,7 +250,7 @@ class ZstandardFile(io.RawIOBase):
             content = content or self._file.read(ZSTANDARD_BYTES)
             if not content:
                 if self._frame is not None and not self._frame.eof:
-                    raise EOFError("the compressed file ends before its data do. Was it copied whole?")
+                    raise EOFError
                 return 0
             if self._frame is None or self._frame.eof:
                 self._frame = zstandard.ZstdDecompressor().decompressobj()

@@ -11,6 +11,7 @@ from surefoot.data.rows import MAX_DEPTH, MAX_ROW_BYTES, READ_BYTES, Broken, Row
 from surefoot.system.json_files import nesting_depth
 
 TOO_DEEP = f"more than {MAX_DEPTH} JSON values inside each other, so it is no row of training data"
+ARRAY = "not valid JSON lines: the file is one JSON array. Name it .json"
 NEAR_END = 64
 """Number of characters at the end of the read text in which a JSON error may mean that more must be read."""
 
@@ -58,8 +59,13 @@ def json_lines(file: IO[bytes], first_line: int = 1, num_bytes: int | None = Non
 
 def _parse_line(stripped: bytes, line: int) -> Row:
     try:
-        return _build_row(json.loads(_decode_utf8(stripped)), line, stripped.count(b"{") + stripped.count(b"["))
+        value = json.loads(_decode_utf8(stripped))
+        if line == 1 and isinstance(value, list):
+            return Row({}, line, ARRAY)
+        return _build_row(value, line, stripped.count(b"{") + stripped.count(b"["))
     except json.JSONDecodeError as error:
+        if line == 1 and stripped.startswith(b"["):
+            return Row({}, line, ARRAY)
         nul = " The line holds a NUL byte." if b"\0" in stripped else ""
         problem = (
             f"not valid JSON: {error.msg} (column {error.colno}).{nul} In a .jsonl file each line is one JSON object"

@@ -138,7 +138,10 @@ def _find_local_files(text: str, split: str) -> tuple[Path, ...]:
 def _check_kind(path: Path) -> None:
     if kind_of(path) is None:
         supported = f"{', '.join(KINDS)}, texts also with {' or '.join(COMPRESSIONS)}"
-        raise _BadSource(f"dataset {path}: '{path.suffix}' files are not read. Known: {supported}")
+        what = (
+            f"'{path.suffix}' files are not read" if path.suffix else "its name has no ending, which tells the format"
+        )
+        raise _BadSource(f"dataset {path}: {what}. Known: {supported}")
 
 
 def _list_folder(folder: Path) -> tuple[Path, ...]:

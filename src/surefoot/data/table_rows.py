@@ -9,6 +9,7 @@ from typing import IO, Any
 from surefoot.data.rows import MAX_ROW_BYTES, Broken, Row
 from surefoot.errors import DataError
 
+OTHER_SEPARATORS = ";\t|"
 ROWS_AT_ONCE = 32
 """Number of rows converted at a time: few bytes of a dictionary-encoded column can hold many long texts."""
 
@@ -22,6 +23,9 @@ def csv_rows(file: IO[bytes]) -> Iterator[Row]:
         header = next(reader, None)
         if not header:
             return
+        separator = next((mark for mark in OTHER_SEPARATORS if mark in header[0]), None) if len(header) == 1 else None
+        if separator is not None:
+            raise Broken(f":1: the values are separated by {separator!r}, not by commas. Save it with commas")
         named = [name for name in header if name]
         if len(set(named)) != len(named):
             raise Broken(f":1: the header names a column twice: {', '.join(header[:8])}")
@@ -31,7 +35,7 @@ def csv_rows(file: IO[bytes]) -> Iterator[Row]:
             if values:
                 problem = None
                 if len(values) != len(header):
-                    problem = f"{len(values)} values for {len(header)} columns. Is a text not in quotes?"
+                    problem = f"{len(values)} values for {len(header)} columns. Put texts that hold commas in quotes"
                 yield Row(
                     {name: value for name, value in zip(header, values) if name} if problem is None else {},
                     line,
