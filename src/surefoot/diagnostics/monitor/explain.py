@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 
+from surefoot.config.documents import parse_yaml, read_text
 from surefoot.diagnostics.monitor.event_log import Entry, History, last_start, open_phases, read_history
 from surefoot.diagnostics.monitor.evidence import read_evidence
 from surefoot.diagnostics.monitor.evidence_server import read_stacks
@@ -24,6 +25,7 @@ from surefoot.system.kernel_log import killed_for_memory
 GONE_AFTER_S = 30.0
 """Seconds of silence after which a process that does not run counts as gone: a restart has new processes by then."""
 ENDED = "has ended"
+UNRECORDED = "nothing was recorded of this run, because it has health: false (run.yaml)"
 MAX_NAMED = 20
 """Number of damaged lines of findings.jsonl that are listed individually."""
 
@@ -65,12 +67,13 @@ class Explanation:
             "error": self.error,
             "ranks": [vars(rank) for rank in self.ranks],
             "findings": [
-                {**finding.as_dict(), "is_of_earlier_start": self._is_earlier(finding)} for finding in self.findings
+                {**finding.as_dict(), "is_of_earlier_start": self.is_earlier(finding)} for finding in self.findings
             ],
             "missing": self.missing,
         }
 
-    def _is_earlier(self, finding: Finding) -> bool:
+    def is_earlier(self, finding: Finding) -> bool:
+        """Return whether a finding was written in an earlier start of this run."""
         return (finding.code, finding.cause) in self.earlier
 
     def as_text(self) -> str:
@@ -82,7 +85,7 @@ class Explanation:
             for rank in self.ranks
         ]
         lines += [
-            finding.as_text() + ("\n  when: in an earlier start of this run" if self._is_earlier(finding) else "")
+            finding.as_text() + ("\n  when: in an earlier start of this run" if self.is_earlier(finding) else "")
             for finding in self.findings
         ] or ["no findings"]
         lines += [f"missing: {evidence}" for evidence in self.missing]
@@ -95,6 +98,8 @@ def explain(run_folder: Path, history: History | None = None) -> Explanation:
     Raises: ConfigError for a folder that holds no run.
     """
     if not (run_folder / "events").is_dir() and not (run_folder / "summary.json").is_file():
+        if _is_unrecorded(run_folder):
+            raise ConfigError(f"{run_folder}: {UNRECORDED}, and it has not ended yet.")
         raise ConfigError(
             f"{run_folder} holds no run: it has neither events/ nor summary.json. Give the output_dir of a run."
         )
@@ -112,7 +117,7 @@ def explain(run_folder: Path, history: History | None = None) -> Explanation:
         if (finding.code, finding.evidence.get("rank")) not in written_keys:
             findings.append(finding)
             is_earlier[finding.code, finding.cause] = False
-    missing += unreadable
+    missing += [UNRECORDED] * _is_unrecorded(run_folder) + unreadable
     evidence_files = [finding.evidence.get("evidence") for _, finding in written]
     for path in sorted((run_folder / "evidence").glob("stall-*.json")):
         if str(path.relative_to(run_folder)) in evidence_files:
@@ -144,6 +149,17 @@ def explain(run_folder: Path, history: History | None = None) -> Explanation:
         None if run_error is None else str(run_error),
         frozenset(key for key, is_of_earlier_start in is_earlier.items() if is_of_earlier_start),
     )
+
+
+def _is_unrecorded(run_folder: Path) -> bool:
+    """Return whether a run has no events because its config says so."""
+    if (run_folder / "events").is_dir() or not (run_folder / "run.yaml").is_file():
+        return False
+    try:
+        saved = parse_yaml(read_text(run_folder / "run.yaml"), "run.yaml")
+    except ConfigError:  # a damaged one is of no use here
+        return False
+    return isinstance(saved, dict) and saved.get("health") is False
 
 
 def _is_running(rank: RankNow) -> bool:

@@ -79,9 +79,13 @@ def _build_view(run_folder: Path, explanation: Explanation, entries: Sequence[En
     snapshots = read_snapshots(run_folder)
     if snapshots:
         lines.append(Text(f"GPUs: {in_words(snapshots[-1])}"))
-    lines += [
-        Text(finding.as_text(), style="red" if finding.severity == "error" else "") for finding in explanation.findings
-    ]
+    current = [finding for finding in explanation.findings if not explanation.is_earlier(finding)]
+    num_earlier = len(explanation.findings) - len(current)
+    lines += [Text(finding.as_text(), style="red" if finding.severity == "error" else "") for finding in current]
+    if num_earlier:
+        what = f"{num_earlier} finding{'s' * (num_earlier != 1)} of earlier starts"
+        lines.append(Text(f"{what}: surefoot explain {run_folder}", style="dim"))
+    lines += [Text(f"missing: {evidence}", style="dim") for evidence in explanation.missing]
     return Group(*lines)
 
 

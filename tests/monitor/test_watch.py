@@ -1,0 +1,64 @@
+"""What `watch`, `explain` and `report` show of the folder of a run."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from surefoot.diagnostics.monitor.event_log import KINDS, PHASES
+from surefoot.diagnostics.monitor.explain import explain
+from surefoot.diagnostics.monitor.ring_buffer import RingWriter
+from surefoot.diagnostics.monitor.watch import watch
+from surefoot.diagnostics.report.html import write_report
+from surefoot.errors import ConfigError
+from surefoot.findings import Finding
+from surefoot.training.run_summary import METRICS, RunRecord
+
+
+def write_findings(folder: Path, *times_s: float) -> None:
+    findings = [{"time_s": time_s, **Finding("SF302", f"cause {time_s}", {}).as_dict()} for time_s in times_s]
+    (folder / "findings.jsonl").write_text("".join(json.dumps(finding) + "\n" for finding in findings))
+
+
+@pytest.mark.parametrize(("times_s", "line"), [((1.0,), "1 finding of"), ((1.0, 2.0), "2 findings of"), ((), None)])
+def test_findings_of_earlier_starts_are_counted_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], times_s: tuple[float, ...], line: str | None
+) -> None:
+    now_s = time.time()
+    ring = RingWriter(tmp_path / "events" / "rank-00000-1.ring", 0)
+    ring.write(now_s, KINDS.index("phase began"), PHASES.index("forward"), 7, (0.0,) * 5)
+    ring.close()
+    write_findings(tmp_path, *times_s, now_s + 1)
+    watch(tmp_path, once=True)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"cause {now_s + 1}" in shown
+    assert shown.count("cause: ") == 1
+    assert ("surefoot explain" in shown) == (line is not None)
+    assert line is None or line in shown
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_run_without_health_is_a_run_of_which_nothing_was_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], has_ended: bool
+) -> None:
+    (tmp_path / "run.yaml").write_text("model: a/b\nhealth: false\n")
+    (tmp_path / METRICS).write_text('{"step": 1, "loss": 1.0}\n')
+    if has_ended:
+        RunRecord(tmp_path).result("completed").write()
+        (missing,) = explain(tmp_path).missing
+        assert "health: false" in missing
+        watch(tmp_path)
+        assert "health: false" in capsys.readouterr().out
+        assert write_report(tmp_path).is_file()
+        return
+    for verb in (explain, watch, write_report):
+        with pytest.raises(ConfigError, match="health: false"):
+            verb(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["health: true\n", "- a\n", "a: [\n", ""])
+def test_a_folder_without_events_and_summary_is_no_run(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="no run"):
+        explain(tmp_path)
