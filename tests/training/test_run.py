@@ -1,7 +1,9 @@
 """Whole runs of small models: what they write, and that the numbers are those of transformers."""
 
 import json
+import re
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from tests.models.architectures import tiny_model
 from tests.support.data import counting_rows, write_jsonl
 from tests.support.models import MOE, SIZES
 from tests.support.processes import surefoot as surefoot_command
+from tests.support.runs import SignalAfter, train_with
 
 METRICS = {
     "step", "epoch", "loss", "grad_norm", "learning_rate", "tokens", "trained_tokens", "tokens_per_second",
@@ -426,3 +429,21 @@ def test_evaluation_keeps_no_logits(settings: dict[str, Any], tmp_path: Path, to
         assert done.returncode == 0, done.stderr
         peaks.append(json.loads(done.stdout)["peak_memory_bytes"])
     assert peaks[1] - peaks[0] < 400e6
+
+
+@pytest.mark.parametrize(
+    ("length", "shown"),
+    [({"max_steps": 4}, r"step 2 of 4$"), ({"max_steps": None, "num_train_epochs": 2}, r"step 2, epoch 0\.\d\d of 2$")],
+)
+def test_an_export_of_an_unfinished_run_says_from_which_step(
+    settings: dict[str, Any], length: dict[str, Any], shown: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = train_with({**settings, **length}, SignalAfter(2, signal.SIGTERM)).run_folder
+    surefoot.export(run, tmp_path / "unfinished")
+    (record,) = [record for record in caplog.records if record.name == "surefoot.training.export"]
+    assert "not complete" in record.getMessage()
+    assert re.search(shown, record.getMessage())
+    caplog.clear()
+    finished = surefoot.train({**settings, **length}, screen=False).run_folder
+    surefoot.export(finished, tmp_path / "finished")
+    assert not [record for record in caplog.records if record.name == "surefoot.training.export"]

@@ -1,5 +1,6 @@
 """Export of a run's adapter or model: find, export and merge it, or load it again for completion."""
 
+import logging
 import shutil
 from pathlib import Path
 
@@ -32,9 +33,11 @@ from surefoot.models.stored_layout import StoredLayout
 from surefoot.models.vision import attention_of
 from surefoot.system.atomic_io import new_folder
 from surefoot.system.json_files import DamagedFile
-from surefoot.training.checkpoint import checkpoint_folder, list_checkpoints, verify
+from surefoot.training.checkpoint import checkpoint_folder, list_checkpoints, read_state, step_of, verify
 from surefoot.training.run_dir import saved_config
 from surefoot.training.sharded_tensors import ShardedTensors
+
+LOGGER = logging.getLogger(__name__)
 
 
 def export(run: Path, target: Path, *, merge: bool, step: int | None, emit: Emit = lambda _: None) -> Path:
@@ -61,6 +64,8 @@ def export(run: Path, target: Path, *, merge: bool, step: int | None, emit: Emit
     if step is None and finished.is_dir():
         return _merge_or_copy(finished, target, merge, emit)
     checkpoint = _find_checkpoint(run, step)
+    if not finished.is_dir():
+        LOGGER.warning("%s is not complete: written from its checkpoint of %s", run, _describe_step(checkpoint, config))
     base = resolve_model(config.model, f"{run}/run.yaml")
     tokenizer = load_tokenizer(base, config.chat_template)
     saved = ShardedTensors(checkpoint / "model")
@@ -167,6 +172,14 @@ def _find_checkpoint(run: Path, step: int | None) -> Path:
     except DamagedFile as error:
         raise ModelError(f"{error}. Choose another checkpoint with --step.") from error
     return path
+
+
+def _describe_step(checkpoint: Path, config: RunConfig) -> str:
+    """Return the step of a checkpoint, and how long its run is."""
+    step = step_of(checkpoint)
+    if config.max_steps is not None:
+        return f"step {step} of {config.max_steps}"
+    return f"step {step}, epoch {read_state(checkpoint).epoch:.2f} of {config.epochs:g}"
 
 
 def load(source: str, adapter: Path | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
