@@ -254,7 +254,8 @@ class RunConfig(BaseModel):
     rdzv_endpoint: Free[str | None] = None
     """`host:port` of the machine that the others connect to; required with several machines."""
     max_restarts: Free[int] = Field(default=0, ge=0)
-    """How many times the ranks are restarted from the newest checkpoint after one of them died."""
+    """How many times all ranks are restarted from the newest checkpoint after one of them died. With a single rank,
+    `surefoot train` does this unless `health` is false."""
     preflight: Free[bool] = True
     """Whether `surefoot train` runs the checks of `surefoot doctor` first, and does not start what cannot work."""
     health: Free[bool] = True
