@@ -248,3 +248,10 @@ def test_sources_that_would_include_files_of_the_run(
     (tmp_path / "data" / "a.jsonl").touch()
     assert may_list(source, Path(output)) == is_listed
     assert may_list(str(tmp_path / source), Path(output)) == is_listed
+
+
+def test_a_file_whose_name_has_no_ending_is_refused_with_those_that_are_read(tmp_path: Path) -> None:
+    for name, problem in (("train", "ending"), ("train.txt", r"'\.txt'")):
+        (tmp_path / name).write_text("{}\n")
+        with pytest.raises(DataError, match=rf"{name}: .*{problem}.*\.jsonl"):
+            find(tmp_path / name)
