@@ -175,7 +175,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma3": Family(
         text_config("gemma3_text", **ALTERNATING),
-        {**SIGLIP, "image_size": 56, "patch_size": 14},
+        {**SIGLIP, "image_size": 56, "patch_size": 14, "vision_use_head": False},
         placeholder="<start_of_image>",
         config={"mm_tokens_per_image": 4},
         image_processor={"size": {"height": 56, "width": 56}},
@@ -184,7 +184,7 @@ FAMILIES: dict[str, Family] = {
     "gemma4": Family(
         text_config(
             "gemma4_text", **ALTERNATING, global_head_dim=8, hidden_size_per_layer_input=0,
-            vocab_size_per_layer_input=400,
+            vocab_size_per_layer_input=400, use_bidirectional_attention="vision",
         ),
         {**SIGLIP, "head_dim": 16, "num_key_value_heads": 2, "patch_size": 8, "pooling_kernel_size": 2,
          "position_embedding_size": 64},

@@ -32,10 +32,6 @@ from tests.support.vision import built, opened, picture_rows
 from tests.support.vision_families import FAMILIES, ROPE, processed_by_transformers, text_of, write_family
 
 ROWS = 5
-EXACT = sorted(set(FAMILIES) - {"gemma3"})
-"""All but the family whose images are refused."""
-GENERATED = [kind for kind in EXACT if not kind.startswith("qwen3_5")]
-"""All but those whose recurrent caches the local engine cannot select rows of."""
 
 
 class Rows:
@@ -113,7 +109,7 @@ def gradients_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None and bool(p.grad.any())}
 
 
-@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
 def test_a_pack_has_the_loss_and_the_gradients_of_its_rows_alone_in_transformers(
     kind: str, rows_of: Callable[[str], Rows]
 ) -> None:
@@ -133,7 +129,7 @@ def test_a_pack_has_the_loss_and_the_gradients_of_its_rows_alone_in_transformers
     assert vision_names(ours) & found.keys()
 
 
-@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
 def test_lora_on_text_and_tower_has_the_gradients_of_the_merged_model(
     kind: str, rows_of: Callable[[str], Rows]
 ) -> None:
@@ -160,7 +156,7 @@ def test_lora_on_text_and_tower_has_the_gradients_of_the_merged_model(
     assert_equal_gradients(found, expected)
 
 
-@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
 def test_rows_without_images_give_every_part_a_gradient(kind: str, rows_of: Callable[[str], Rows]) -> None:
     """Ranks that share the tower reduce its gradients together, whatever rows they have."""
     rows = rows_of(kind)
@@ -176,7 +172,7 @@ def test_rows_without_images_give_every_part_a_gradient(kind: str, rows_of: Call
     assert not {name.rpartition(".")[0] for name in seen} & beside_text
 
 
-@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
 def test_a_frozen_tower_stays_as_it_was(kind: str, rows_of: Callable[[str], Rows]) -> None:
     rows = rows_of(kind)
     run = surefoot.train({**rows.settings, "tuning": "full", "learning_rate": 1e-2}, screen=False)
@@ -191,7 +187,7 @@ def test_a_frozen_tower_stays_as_it_was(kind: str, rows_of: Callable[[str], Rows
     assert not changed & vision_names(model)
 
 
-@pytest.mark.parametrize("kind", GENERATED)
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
 def test_completions_have_the_logprobs_that_training_sees(kind: str, rows_of: Callable[[str], Rows]) -> None:
     rows = rows_of(kind)
     _, samples, reader = opened({**rows.settings, "method": "grpo", "reward_funcs": ["length"]})
@@ -213,7 +209,7 @@ def test_completions_have_the_logprobs_that_training_sees(kind: str, rows_of: Ca
         torch.testing.assert_close(found.detach(), batch.rollout_logprobs, rtol=0, atol=5e-6)
 
 
-@pytest.mark.parametrize("kind", GENERATED)
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
 def test_the_likeliest_tokens_are_those_that_transformers_generates(kind: str, rows_of: Callable[[str], Rows]) -> None:
     rows = rows_of(kind)
     tokenizer, model = AutoTokenizer.from_pretrained(rows.base), surefoot.load(rows.base)[0]
@@ -256,10 +252,8 @@ def kimi_k25() -> tuple[PreTrainedConfig, dict[str, torch.Tensor]]:
 def test_families_whose_processor_needs_torchvision_have_the_loss_and_the_gradients_of_their_own_forward(
     make: Callable[[], tuple[PreTrainedConfig, dict[str, torch.Tensor]]],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The tensors are drawn, because the processor is not there; the image takes four tokens."""
-    monkeypatch.setattr("surefoot.models.build._check_samples_are_isolated", lambda *_: None, raising=False)
     torch.manual_seed(3)
     config, tensors = make()
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)

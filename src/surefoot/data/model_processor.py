@@ -33,8 +33,9 @@ from surefoot.system.json_files import read_object
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 """Names of processor files; transformers 5 writes the second if it saves a whole processor."""
-_BOTH_WAYS = "the tokens of its images attend in both directions, which is not supported. Take rows without images"
-REFUSED = dict.fromkeys(("gemma3", "gemma3n", "paligemma", "shieldgemma2"), _BOTH_WAYS)
+REFUSED = {
+    "paligemma": "all tokens of its prompts attend in both directions, which is not supported. Take rows without images"
+}
 """Model types that read images, but whose images are refused, with the reason."""
 GRID = "image_grid_thw"
 """Name of the tensor that holds the patches of each image along time, height and width."""
@@ -157,8 +158,6 @@ def vision_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     Such a model makes vectors of images in `get_image_features`, and its forward puts them at their tokens.
     """
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or config.model_type in REFUSED:
-        return None
-    if getattr(config.get_text_config(), "use_bidirectional_attention", None) == "vision":  # some sizes of Gemma 4
         return None
     model: type[PreTrainedModel] = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     takes_features = "mm_encoder_outputs" in inspect.signature(model.forward).parameters

@@ -15,7 +15,7 @@ from surefoot.data.collate import MicroBatch
 from surefoot.distributed.fsdp import as_fsdp_forward, reshard
 from surefoot.models.decoder_layers import body_of
 from surefoot.models.sample_layout import ARGUMENT, SampleLayout
-from surefoot.models.vision import embed_images, image_tokens, text_arguments
+from surefoot.models.vision import embed_images, image_tokens
 
 CHUNK_TOKENS = 512
 """Number of trained tokens whose logits exist at the same time."""
@@ -25,7 +25,7 @@ def vision_inputs(batch: MicroBatch, model: PreTrainedModel) -> dict[str, Any]:
     """Return `text_inputs` with the vision tower's embeddings of the images."""
     arguments, vision = text_inputs(batch), batch.vision
     if vision is None:
-        return {**arguments, **text_arguments(model, batch.ids)}
+        return arguments
     return {**arguments, **embed_images(model, batch.ids, vision.tensors, is_blank=vision.is_blank)}
 
 

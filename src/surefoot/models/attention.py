@@ -42,6 +42,7 @@ class _Layer:
         dense, bias = self.dense_mask, self.terms.bias
         return replace(
             self,
+            mask=self.mask.of_span(span),
             dense_mask=dense[:, :, span, span] if dense is not None else None,
             terms=replace(self.terms, bias=bias[:, :, span, span] if bias is not None else None),
         )
@@ -90,9 +91,12 @@ def packed_attention(
     if query.is_cuda and torch.is_autocast_enabled("cuda"):
         query, key, value = (tensor.to(torch.get_autocast_dtype("cuda")) for tensor in (query, key, value))
     layer = _read_settings(attention_mask, options)
+    if layer.mask.blocks is not None and len(layer.mask.blocks) != samples.num_tokens:
+        raise NeedsOwnAttentionError(f"blocks of {len(layer.mask.blocks)} tokens")
     if samples.prefix_of is not None:
         return _attend_with_shared_prefixes(query, key, value, samples, layer), None
-    is_plain = layer.terms.is_plain and layer.dense_mask is None and layer.mask.chunk is None
+    has_built_mask = layer.dense_mask is not None or layer.mask.chunk is not None or layer.mask.blocks is not None
+    is_plain = layer.terms.is_plain and not has_built_mask
     if is_plain and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _attend_in_one_kernel(query, key, value, samples, layer), None
     return _attend_sample_by_sample(query, key, value, samples, layer), None
@@ -176,8 +180,10 @@ def _attend_with_shared_prefixes(
                 prefix_key, prefix_value = (tensor[:, :, spans[owner]] for tensor in (key, value))
                 keys = torch.cat([prefix_key.expand(len(rows), -1, -1, -1), keys], dim=2)
                 values = torch.cat([prefix_value.expand(len(rows), -1, -1, -1), values], dim=2)
-            mask = layer.mask.allowed_after(before, longest, query.device)
-            attended = attend(stack_rows(query), keys, values, mask, layer.terms)
+            # Samples that continue another are in no block: they are completions, and blocks are images.
+            mask = layer.mask.without_blocks() if owner >= 0 else layer.mask.of_span(spans[rows[0]])
+            allowed = mask.allowed_after(before, longest, query.device)
+            attended = attend(stack_rows(query), keys, values, allowed, layer.terms)
             for row, prefix in zip(rows, attended, strict=True):
                 outputs[row] = prefix[:, : lengths[row]].transpose(0, 1)
     return torch.cat([outputs[row] for row in range(len(lengths))])[None]

@@ -2,20 +2,24 @@
 
 transformers describes a mask by functions of two positions and builds a tensor from them. Here causal, windowed and
 chunked masks stay a description, from which attention over packed samples works without a tensor; every other mask is
-built. Some models have their windows and chunks nowhere else.
+built. Some models have their windows and chunks nowhere else. The tokens of an image may see each other in both
+directions: such blocks stay a description, too, of which attention builds the part of one sample at a time.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from inspect import getclosurevars
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.masking_utils import (
     and_masks,
+    blockwise_overlay,
     causal_mask_function,
     chunked_overlay,
+    or_masks,
     packed_sequence_mask_function,
     remap_positions_for_packed_sequence,
     sdpa_mask,
@@ -37,7 +41,7 @@ class NeedsOwnAttentionError(Exception):
     attends to other states than those of its row."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SampleMask:
     """Which tokens a token sees in its own sample: itself and those before, within a window or a chunk."""
 
@@ -45,6 +49,10 @@ class SampleMask:
     """Number of newest tokens that are seen, the token itself included."""
     chunk: int | None = None
     """Length of the chunks into which a sample is cut; tokens see their own chunk."""
+    blocks: Tensor | None = None
+    """Number of each token's block, or -1: int64 [T]. Tokens of a block also see those of it that come later."""
+    are_blocks_windowed: bool = False
+    """Whether tokens of a block see only those of it that are in the window."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -58,22 +66,35 @@ class SampleMask:
     def __torch_function__(cls, func: Any, *_: Any) -> Any:
         raise NeedsOwnAttentionError(str(func))
 
+    def of_span(self, span: slice) -> "SampleMask":
+        """Return the mask of one sample of the row."""
+        return self if self.blocks is None else replace(self, blocks=self.blocks[span])
+
+    def without_blocks(self) -> "SampleMask":
+        """Return the mask of tokens that are in no block."""
+        return self if self.blocks is None else replace(self, blocks=None)
+
     def allowed(self, length: int, device: torch.device) -> Tensor | None:
         """Return which tokens are seen in a sample, bool [length, length]; None for plain causal attention."""
         is_windowed = self.window is not None and length > self.window
         is_chunked = self.chunk is not None and length > self.chunk
-        return self.allowed_after(0, length, device) if is_windowed or is_chunked else None
+        is_plain = not is_windowed and not is_chunked and self.blocks is None
+        return None if is_plain else self.allowed_after(0, length, device)
 
     def allowed_after(self, before: int, length: int, device: torch.device) -> Tensor:
         """Return which tokens are seen by the tokens after the first `before`: bool [length, before + length]."""
         seen = torch.arange(before + length, device=device)
         at = seen[before:, None]
+        blocks = self.blocks if self.blocks is not None else torch.full_like(seen, -1)
+        is_same_block = (blocks[before:, None] == blocks) & (blocks >= 0)
         allowed = at >= seen
+        if self.are_blocks_windowed:
+            allowed |= is_same_block
         if self.window:
             allowed &= at - seen < self.window
         if self.chunk:
             allowed &= at // self.chunk == seen // self.chunk
-        return allowed
+        return allowed if self.are_blocks_windowed else allowed | is_same_block
 
 
 def layer_kinds(text_config: Any) -> list[str]:
@@ -89,14 +110,19 @@ def has_unknown_layers(text_config: Any) -> bool:
 def describe_mask(
     *_: Any, mask_function: Callable[..., Any], config: Any = None, local_size: int | None = None, **options: Any
 ) -> SampleMask | Tensor:
-    """Return a description of a mask if it is causal, windowed or chunked, else the mask itself.
+    """Return a description of a mask if it is causal, windowed or chunked, also with blocks, else the mask itself.
 
     transformers calls it where a model creates a mask. Shapes of a built mask: bool [1, 1, T, T].
     """
-    names = set(_leaf_names(mask_function))
-    if names <= KNOWN:
-        window, chunk = (local_size if name in names else None for name in (_WINDOWED, _CHUNKED))
-        return _describe(window, chunk)
+    names = [name for name, _ in _parts_of(mask_function)]
+    parts = dict(_parts_of(mask_function))
+    window = getclosurevars(parts[_WINDOWED]).nonlocals["sliding_window"] if _WINDOWED in parts else None
+    if KNOWN.issuperset(names):
+        return _describe(window, local_size if _CHUNKED in parts else None)
+    others = sorted(name for name in names if name not in KNOWN)
+    if others == sorted((_BLOCKS, _UNION)) and _CHUNKED not in parts:  # a token before, or one of the same block
+        blocks = getclosurevars(parts[_BLOCKS]).nonlocals["block_sequence_ids"]
+        return SampleMask(window, None, blocks[0], _WINDOWED not in dict(_parts_of(parts[_UNION])))
     options = {**options, "allow_is_causal_skip": False, "local_size": local_size}
     return sdpa_mask(mask_function=mask_function, config=config, **options)  # type: ignore[no-any-return]
 
@@ -107,14 +133,14 @@ def _describe(window: int | None, chunk: int | None) -> SampleMask:
     return SampleMask(window, chunk)
 
 
-def _leaf_names(function: Callable[..., Any]) -> Iterator[str]:
-    """Yield the names of the functions of positions that a mask function is composed of, itself included."""
-    yield _name(function)
+def _parts_of(function: Callable[..., Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield the names and functions of positions that a mask function is composed of, itself included."""
+    yield _name(function), function
     for cell in getattr(function, "__closure__", None) or ():
         content = cell.cell_contents
         for part in content if isinstance(content, tuple) else (content,):
             if callable(part) and not isinstance(part, Tensor):
-                yield from _leaf_names(part)
+                yield from _parts_of(part)
 
 
 def _name(function: Callable[..., Any]) -> str:
@@ -124,6 +150,8 @@ def _name(function: Callable[..., Any]) -> str:
 _EMPTY = torch.empty(0)
 _WINDOWED = _name(sliding_window_overlay(1))
 _CHUNKED = _name(chunked_overlay(1, _EMPTY))
+_BLOCKS = _name(blockwise_overlay(_EMPTY))
+_UNION = _name(or_masks())
 KNOWN = {
     _WINDOWED,
     _CHUNKED,

@@ -98,11 +98,6 @@ def attention(model: PreTrainedModel, implementation: str) -> Iterator[None]:
         model.set_attn_implementation(attention_of(model.config, before))
 
 
-def text_arguments(model: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
-    """Return the arguments of the decoder's forward for tokens without images."""
-    return {"input_ids": ids, **_token_types(model, ids)}
-
-
 def embed_images(
     model: PreTrainedModel, ids: Tensor, tensors: Mapping[str, Tensor], *, is_blank: bool
 ) -> dict[str, Any]:
@@ -114,26 +109,22 @@ def embed_images(
     rank, without which FSDP would sum its gradients at another time there, and the ranks would wait for ever.
     Shapes: ids [R, n].
     """
-    arguments = text_arguments(model, ids)
     features = model.base_model.get_image_features(**tensors, return_dict=True)
     if not is_blank:
-        return {**arguments, "mm_encoder_outputs": {"image": features}}
+        return {"input_ids": ids, **_token_types(model, ids), "mm_encoder_outputs": {"image": features}}
     pooled = features.pooler_output
     if pooled is None:  # Llama 4 projects the tower's output in its forward
         pooled = model.base_model.multi_modal_projector(features.last_hidden_state.flatten(0, -2))
     layers = [pooled, *(getattr(features, "deepstack_features", None) or ())]
     nothing = torch.stack([part.float().sum() for layer in layers for part in layer]).sum() * 0.0
     embeddings = model.get_input_embeddings()(ids)
-    return {**arguments, "input_ids": None, "inputs_embeds": embeddings + nothing.to(embeddings.dtype)}
+    return {"input_ids": None, "inputs_embeds": embeddings + nothing.to(embeddings.dtype)}
 
 
 def _token_types(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
     """Return the argument that says which tokens stand for images, for models whose forward takes it."""
-    token = getattr(model.config, "image_token_id", None)
-    if token is None or vision_tower(model) is None:
-        return {}
     names = signature(type(model.base_model).forward).parameters
-    return {name: (ids == token).int() for name in TOKEN_TYPES if name in names}
+    return {name: (ids == model.config.image_token_id).int() for name in TOKEN_TYPES if name in names}
 
 
 def image_tokens(model: PreTrainedModel) -> frozenset[int]:

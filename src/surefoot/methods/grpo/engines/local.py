@@ -35,7 +35,7 @@ from surefoot.methods.grpo.routed_experts import Experts, encode_experts
 from surefoot.methods.grpo.types import Completion, Request, Sampling, Wait
 from surefoot.models.generate import generating
 from surefoot.models.routing import LayerRouting, RoutingRecorder
-from surefoot.models.vision import embed_images, text_arguments
+from surefoot.models.vision import embed_images
 
 DROP_SHARE = 0.25
 """Share of complete rows at which they are dropped from the batch: dropping copies the remaining rows."""
@@ -162,8 +162,8 @@ class LocalEngine:
         mask = torch.tensor([[0] * n + [1] * (width - n) for n in padding], device=device)
         if self._reader is None:
             positions = (mask.cumsum(1) - 1).clamp(min=0)
-            inputs = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
-            return self._predict(**text_arguments(self._model, ids), **inputs), mask, positions[:, -1:]
+            inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+            return self._predict(**inputs), mask, positions[:, -1:]
         reader = self._reader
 
         def read_images() -> tuple[list[Tensor], Vision]:
@@ -265,7 +265,7 @@ def _stack_experts(layers: Sequence[LayerRouting]) -> Tensor:
 
 def _select_rows(state: tuple[Tensor, ...], cache: Any, index: Tensor) -> tuple[Tensor, ...]:
     """Select rows of a batch, and of its cache in place; a row may be selected several times."""
-    cache.batch_select_indices(index)
+    cache.reorder_cache(index)  # unlike batch_select_indices, it knows the states of recurrent layers
     return tuple(tensor[index] for tensor in state)
 
 
