@@ -42,7 +42,7 @@ class _Layer:
         dense, bias = self.dense_mask, self.terms.bias
         return replace(
             self,
-            mask=self.mask.of_span(span),
+            mask=self.mask.of_spans([span]),
             dense_mask=dense[:, :, span, span] if dense is not None else None,
             terms=replace(self.terms, bias=bias[:, :, span, span] if bias is not None else None),
         )
@@ -181,7 +181,7 @@ def _attend_with_shared_prefixes(
                 keys = torch.cat([prefix_key.expand(len(rows), -1, -1, -1), keys], dim=2)
                 values = torch.cat([prefix_value.expand(len(rows), -1, -1, -1), values], dim=2)
             # Samples that continue another are in no block: they are completions, and blocks are images.
-            mask = layer.mask.without_blocks() if owner >= 0 else layer.mask.of_span(spans[rows[0]])
+            mask = layer.mask.without_blocks() if owner >= 0 else layer.mask.of_spans([spans[rows[0]]])
             allowed = mask.allowed_after(before, longest, query.device)
             attended = attend(stack_rows(query), keys, values, allowed, layer.terms)
             for row, prefix in zip(rows, attended, strict=True):

@@ -15,6 +15,7 @@ from torch.utils._pytree import MappingKey, SequenceKey
 
 from surefoot.errors import ModelError
 from surefoot.models.sample_layout import SampleLayout, current_layout, samples_are
+from surefoot.models.sample_masks import SampleMask
 
 KERNEL_ARGUMENTS = ("cu_seq_lens_q", "seq_idx")
 """Arguments by which kernels know where samples end; a layer that runs once per sample does not need them."""
@@ -55,6 +56,8 @@ class CallShapes:
         def cut(path: Path, leaf: Any) -> Any:
             if isinstance(leaf, SampleValues):
                 return leaf.values[sample]
+            if isinstance(leaf, SampleMask):
+                return leaf.of_spans(spans)
             if not isinstance(leaf, Tensor) or leaf.dim() == 0:
                 return leaf
             for dim in self.arguments[path] if path in self.arguments else _usual_token_dims(leaf, num_tokens, path):

@@ -6,7 +6,7 @@ built. Some models have their windows and chunks nowhere else. The tokens of an 
 directions: such blocks stay a description, too, of which attention builds the part of one sample at a time.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from inspect import getclosurevars
@@ -66,9 +66,11 @@ class SampleMask:
     def __torch_function__(cls, func: Any, *_: Any) -> Any:
         raise NeedsOwnAttentionError(str(func))
 
-    def of_span(self, span: slice) -> "SampleMask":
-        """Return the mask of one sample of the row."""
-        return self if self.blocks is None else replace(self, blocks=self.blocks[span])
+    def of_spans(self, spans: Sequence[slice]) -> "SampleMask":
+        """Return the mask of one sample, which reads these tokens of the row."""
+        if self.blocks is None:
+            return self
+        return replace(self, blocks=torch.cat([self.blocks[span] for span in spans]))
 
     def without_blocks(self) -> "SampleMask":
         """Return the mask of tokens that are in no block."""
