@@ -69,7 +69,7 @@ def test_each_sample_of_a_row_sees_what_it_sees_alone_in_transformers(create: Ca
     assert isinstance(described, SampleMask)
     for span, length in zip(SampleLayout.of(LENGTHS).spans, LENGTHS, strict=True):
         theirs = create(**arguments_for("eager", [length], BLOCKS[:, span]))[0, 0] == 0
-        found = described.of_span(span).allowed(length, torch.device("cpu"))
+        found = described.of_spans([span]).allowed(length, torch.device("cpu"))
         assert found is not None
         assert torch.equal(found, theirs)
 
