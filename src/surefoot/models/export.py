@@ -81,7 +81,8 @@ def write_model(
 
     write_files(folder, specs, read_layer)
     # transformers does not tie weights that the base holds twice with different values, whatever its config sets.
-    model.config.tie_word_embeddings &= shapes.keys() <= {*dict(model.named_parameters()), *buffers}
+    if not shapes.keys() <= {*dict(model.named_parameters()), *buffers}:
+        model.config.tie_word_embeddings = False
     _write_config(folder, base, model)
 
 
@@ -103,7 +104,7 @@ def name_ends(folder: Path, ends: Collection[int]) -> None:
     about = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     named = about.get("eos_token_id")
     if named is None:
-        named = load_config(folder).get_text_config().eos_token_id
+        named = getattr(load_config(folder).get_text_config(), "eos_token_id", None)
     named = list(named) if isinstance(named, list) else [named] if named is not None else []
     missing = sorted(set(ends) - set(named))
     if missing:
