@@ -8,6 +8,7 @@ Independent of packing and of models: the samples of the forward in progress com
 """
 
 import inspect
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,9 +51,19 @@ class _Layer:
 
 def implementation_for(stock: type[PreTrainedModel], config: PreTrainedConfig) -> str:
     """Return the name of the attention function that a model is trained with."""
-    takes_functions = stock._supports_attention_backend or stock._can_set_attn_implementation()
+    takes_functions = stock._supports_attention_backend or (
+        stock._can_set_attn_implementation() and not _chooses_among_classes(stock)
+    )
     is_packed = takes_functions and not has_unknown_layers(config.get_text_config())
     return IMPLEMENTATION if is_packed else own_implementation(stock)
+
+
+def _chooses_among_classes(stock: type[PreTrainedModel]) -> bool:
+    """Return whether a model has a class of layers for each attention function, so that no other can be given to it.
+
+    transformers looks for functions in the whole file, where the vision tower may take them (GIT).
+    """
+    return any(name.endswith("ATTENTION_CLASSES") for name in vars(sys.modules[stock.__module__]))
 
 
 def can_share_prefixes(model: PreTrainedModel) -> bool:

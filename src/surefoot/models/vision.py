@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 """Names under which models take a mask of the tokens that stand for images."""
 TOWER_ATTENTION = "sdpa"
-"""Attention function of transformers in which images do not attend to each other, and no batch of text is packed."""
+"""Attention function of transformers in which images do not attend to each other, and no batch of text is packed.
+Towers that do not have it get their own, `eager`."""
 
 
 def vision_tower(model: PreTrainedModel) -> tuple[str, nn.Module] | None:
@@ -83,8 +85,17 @@ def attention_of(config: PreTrainedConfig, implementation: str) -> str | dict[st
     """Return the setting for transformers that gives the decoder an attention function and the other parts theirs."""
     if "vision_config" not in config.sub_configs:
         return implementation
-    names = {name: implementation if name == "text_config" else TOWER_ATTENTION for name in config.sub_configs}
+    names = {
+        name: implementation if name == "text_config" else _tower_attention(config, getattr(config, name, None))
+        for name in config.sub_configs
+    }
     return {"": implementation, **names}
+
+
+def _tower_attention(config: PreTrainedConfig, part: PreTrainedConfig | None) -> str:
+    """Return the attention function of a part beside the decoder: its class, or that of the whole, says what it has."""
+    kind = next((kind for kind in (type(part), type(config)) if kind in MODEL_MAPPING), None)
+    return TOWER_ATTENTION if kind is None or MODEL_MAPPING[kind]._supports_sdpa else "eager"
 
 
 @contextmanager
