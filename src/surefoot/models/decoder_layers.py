@@ -8,7 +8,8 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     """Return the part of a model between its embeddings and its output layer, vision tower excluded."""
     decoder: nn.Module = model.get_decoder()
     whole: nn.Module = model.base_model
-    return whole if decoder is model else decoder
+    # ModernBERT's decoder calls its output layer `decoder`.
+    return whole if decoder in (model, model.get_output_embeddings()) else decoder
 
 
 def body_of(model: PreTrainedModel) -> nn.Module:

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from surefoot.config import RunConfig
 from surefoot.errors import ModelError
+from surefoot.models.decoder_layers import decoder_of
 from surefoot.models.dtensor_blocks import block_of
 from surefoot.models.expert_layouts import WITHOUT_STACKS, Stack, expert_stacks
 from surefoot.models.lora_linear import ADAPTED_CLASSES, adopt, create_parameter, is_plain
@@ -166,7 +167,7 @@ def _collect_groups(model: PreTrainedModel) -> dict[str, list[str]]:
 
 
 def _decoder_prefix(model: PreTrainedModel) -> str:
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     return next((f"{name}." for name, module in model.named_modules() if module is decoder and name), "")
 
 
