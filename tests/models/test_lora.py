@@ -1,6 +1,7 @@
 """LoRA parameters: where they go, what they start from, and that their arithmetic is right."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,18 @@ from transformers.pytorch_utils import Conv1D
 from surefoot.errors import ModelError
 from surefoot.models.build import build_model, trainable_parameters
 from surefoot.models.generate import generating
-from surefoot.models.lora import LoraSettings, attach, find_targets, initial_value, perturbed_lora
+from surefoot.models.lora import (
+    LoraSettings,
+    attach,
+    find_targets,
+    initial_value,
+    perturbed_lora,
+    store_frozen_weights,
+)
 from surefoot.models.lora_linear import adopt
+from surefoot.models.quantization.base import stored_weight
+from tests.models.architectures import tiny_model
+from tests.support.int8_format import INT8
 from tests.support.models import make_model
 
 CPU = torch.device("cpu")
@@ -167,7 +178,18 @@ def longcat() -> PreTrainedModel:
 
 @pytest.mark.parametrize(
     ("make", "attention", "mlp", "experts"),
-    [(gpt2, 4, 4, 0), (opt, 8, 4, 0), (dbrx, 4, 0, 6), (jetmoe, 2, 0, 8), (longcat, 10, 6, 2)],
+    [
+        (gpt2, 4, 4, 0),
+        (opt, 8, 4, 0),
+        (dbrx, 4, 0, 6),
+        (jetmoe, 2, 0, 8),
+        (longcat, 10, 6, 2),
+        (partial(tiny_model, "falcon"), 4, 4, 0),
+        (partial(tiny_model, "mamba"), 2, 0, 0),
+        (partial(tiny_model, "modernbert-decoder"), 8, 4, 0),
+        (partial(tiny_model, "nemotron_h"), 5, 4, 2),
+        (partial(tiny_model, "xlnet"), 0, 4, 0),
+    ],
 )
 def test_groups_of_models_with_other_names(
     make: Callable[[], PreTrainedModel], attention: int, mlp: int, experts: int
@@ -180,6 +202,20 @@ def test_groups_of_models_with_other_names(
         if count:
             matched = find_targets(model, [group])
             assert len(matched.linears) + len(matched.experts) == count
+
+
+def test_layers_whose_weights_kernels_read_are_in_no_group() -> None:
+    names = {name.rpartition(".")[2] for name in find_targets(tiny_model("falcon_mamba"), ["all"]).linears}
+    assert names == {"in_proj"}
+
+
+def test_a_linear_layer_of_another_class_is_stored_in_a_weight_format() -> None:
+    model = tiny_model("falcon").requires_grad_(False)
+    store_frozen_weights(model, INT8)
+    layer = model.get_submodule("transformer.h.0.mlp.dense_h_to_4h")
+    x = torch.randn(3, layer.weight.shape[1])
+    wanted = F.linear(x, INT8.read(stored_weight(layer, "weight"), x.dtype))
+    torch.testing.assert_close(layer(x), wanted)
 
 
 def test_experts_that_are_modules_of_their_own_are_linear_layers_of_the_group_experts() -> None:

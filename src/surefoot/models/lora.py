@@ -27,7 +27,7 @@ from surefoot.errors import ModelError
 from surefoot.models.decoder_layers import decoder_of
 from surefoot.models.dtensor_blocks import block_of
 from surefoot.models.expert_layouts import WITHOUT_STACKS, Stack, expert_stacks
-from surefoot.models.lora_linear import ADAPTED_CLASSES, adopt, create_parameter, is_plain
+from surefoot.models.lora_linear import ADAPTED_CLASSES, adopt, can_adopt, create_parameter, is_plain
 from surefoot.models.quantization.base import FLOAT, WeightFormat, keep_stored
 from surefoot.models.routing import router_weight_owners
 from surefoot.models.vision import vision_parts
@@ -37,6 +37,9 @@ IN_LAYER = re.compile(r"\.\d+\.", re.ASCII)
 OF_ONE_EXPERT = re.compile(r"\bexperts\.\d+\.", re.ASCII)
 """Name of a linear layer in a list of experts that are modules of their own."""
 OF_MLP_BLOCKS = ("mlp", "feed_forward", "ffn")
+OF_MIXERS = frozenset({"in_proj", "q_proj", "k_proj", "v_proj", "o_proj"})
+"""Names of linear layers that take the place of attention in layers whose only part is `mixer` (Mamba, Nemotron-H).
+Kernels read the weights of a state space's other layers (`x_proj`, `dt_proj`, `out_proj`) without calling them."""
 OF_BARE_MLPS = ("fc1", "fc2")
 """Names of the MLP's linear layers where the decoder layer itself owns them (OPT, XGLM)."""
 OF_MLPS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
@@ -180,9 +183,11 @@ def _group_of(name: str, linear: nn.Module) -> str | None:
         return None
     if OF_ONE_EXPERT.search(name):
         return "experts"
-    if any("attn" in part or "attention" in part for part in parents):
+    is_mixer = "mixer" in parents
+    if any("attn" in part or "attention" in part for part in parents) or (is_mixer and leaf in OF_MIXERS):
         return "attention"
     is_mlp = leaf in OF_BARE_MLPS or any(word in part for word in OF_MLP_BLOCKS for part in parents)
+    is_mlp = is_mlp or "ff" in parents or (is_mixer and leaf in OF_MLPS)  # `ff` is XLNet's
     # A gate with one output (Qwen2-MoE's shared_expert_gate) is too small to adapt.
     return "mlp" if is_mlp and getattr(linear, "out_features", 2) > 1 else None
 
@@ -224,7 +229,7 @@ def attach(model: PreTrainedModel, settings: LoraSettings) -> LoraTargets:
     targets = checked_targets(model, settings)
     for name in targets.linears:
         module = model.get_submodule(name)
-        if type(module) not in ADAPTED_CLASSES:
+        if not can_adopt(module):
             raise ModelError(
                 f"target_modules: {name} is a {type(module).__name__}, not a plain linear layer; leave it out."
             )

@@ -11,7 +11,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from surefoot.models.quantization.base import FrozenLinear, WeightFormat, format_of, stored_weight
+from surefoot.models.quantization.base import (
+    FrozenLinear,
+    WeightFormat,
+    format_of,
+    is_stock_linear,
+    stored_weight,
+)
 
 
 def create_parameter(*shape: int) -> nn.Parameter:
@@ -62,7 +68,12 @@ ADAPTED_CLASSES: dict[type[nn.Module], type[_LowRank]] = {nn.Linear: LoraLinear,
 
 def is_plain(layer: nn.Module) -> bool:
     """Return whether a layer is a linear layer of a class that LoRA can adapt or has adapted."""
-    return type(layer) in (*ADAPTED_CLASSES, *ADAPTED_CLASSES.values(), FrozenLinear)
+    return can_adopt(layer) or type(layer) in (*ADAPTED_CLASSES.values(), FrozenLinear)
+
+
+def can_adopt(layer: nn.Module) -> bool:
+    """Return whether a layer is of a class that can be given a low-rank pair."""
+    return is_stock_linear(layer) or type(layer) in ADAPTED_CLASSES
 
 
 def adopt(layer: nn.Module, rank: int, scaling: float, dropout: float) -> None:
@@ -70,7 +81,7 @@ def adopt(layer: nn.Module, rank: int, scaling: float, dropout: float) -> None:
     weight = layer.weight
     assert isinstance(weight, Tensor)
     out_features, in_features = reversed(weight.shape) if isinstance(layer, Conv1D) else weight.shape
-    layer.__class__ = ADAPTED_CLASSES[type(layer)]
+    layer.__class__ = LoraLinear if is_stock_linear(layer) else ADAPTED_CLASSES[type(layer)]
     assert isinstance(layer, _LowRank)
     layer.lora_A = create_parameter(rank, in_features)
     layer.lora_B = create_parameter(out_features, rank)

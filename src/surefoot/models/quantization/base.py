@@ -20,6 +20,8 @@ from torch.nn import functional as F
 
 from surefoot.models.grouped_gemm import Groups, grouped_linear, grouped_linear_dx
 
+SAME_AS_LINEAR = frozenset({"FalconLinear"})
+"""Names of subclasses of torch's linear layer that compute the same as it."""
 Stored = Sequence[Tensor]
 """The tensors of one stored weight, in the order of `WeightFormat.endings`."""
 
@@ -109,13 +111,18 @@ def stored_weight(module: nn.Module, name: str) -> list[Tensor]:
     return [getattr(module, name + ending) for ending in format_of(module).endings]
 
 
+def is_stock_linear(module: nn.Module) -> bool:
+    """Return whether a module is torch's linear layer, or of a class that computes the same."""
+    return type(module) is nn.Linear or type(module).__name__ in SAME_AS_LINEAR
+
+
 def keep_stored(module: nn.Module, name: str, weight_format: WeightFormat) -> None:
     """Replace a weight of a module by its stored tensors, frozen. On the meta device nothing is read."""
     for ending, tensor in zip(weight_format.endings, weight_format.store(getattr(module, name).detach()), strict=True):
         setattr(module, name + ending, nn.Parameter(tensor, requires_grad=False))
     module.weight_format = weight_format  # type: ignore[assignment]
     module.stored_weights = (*getattr(module, "stored_weights", ()), name)  # type: ignore[assignment]
-    if type(module) is nn.Linear:
+    if is_stock_linear(module):
         module.__class__ = FrozenLinear
 
 
