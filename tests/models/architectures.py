@@ -17,10 +17,6 @@ from tests.support.shrinking import VOCAB_SIZE, randomise, tiny
 ENCODER_DECODER = "encoder-decoder: this class is its decoder alone"
 DRAFTER = "drafts tokens from the states of another model, and has none of its own"
 UNSEEN = "a layer that runs once per sample is given arguments that the probe does not see"
-NO_LINEARS = "LoRA finds no linear layers to adapt"
-NO_SDPA = "its vision tower does not have the attention function that towers are given"
-NO_END = "its export needs an end token in the configuration of its text model"
-NO_TIES = "its export needs a configuration that says whether embeddings are tied"
 NO_BASE = "its decoder is not the base model that the loss runs"
 TIED = "its layers share weights, and LoRA gives each of them a pair of its own"
 COMPLEX = "its complex position embeddings are compared without their imaginary parts"
@@ -121,9 +117,9 @@ CAUSAL: dict[str, Line] = {
     "ernie4_5_moe": Line(),
     "exaone4": Line(),
     "exaone_moe": Line(),
-    "falcon": Line(reason=NO_LINEARS),
+    "falcon": Line(),
     "falcon_h1": Line(),
-    "falcon_mamba": Line(reason=NO_LINEARS),
+    "falcon_mamba": Line(),
     "flex_olmo": Line(),
     "flint": Line({"mlp_only_layers": [0]}),
     "fuyu": Line(),
@@ -147,13 +143,13 @@ CAUSAL: dict[str, Line] = {
     "gemma4_unified": Line({"vision_config": {}}),
     "gemma4_unified_assistant": Line(reason=DRAFTER, is_built=False),
     "gemma4_unified_text": Line(),
-    "git": Line(reason=NO_SDPA),
+    "git": Line(),
     "glm": Line(),
     "glm4": Line(),
     "glm4_moe": Line(),
     "glm4_moe_lite": Line(),
     "glm_moe_dsa": Line(),
-    "got_ocr2": Line(reason=NO_SDPA),
+    "got_ocr2": Line(),
     "gpt-sw3": Line(),
     "gpt2": Line(),
     "gpt_bigcode": Line(),
@@ -175,8 +171,8 @@ CAUSAL: dict[str, Line] = {
     "hy_v3": Line(),
     "hy_v4": Line(),
     "hyperclovax": Line(),
-    "inkling2_text": Line(reason=NO_TIES),
-    "inkling_text": Line({"mlp_layer_types": ["dense", "sparse"]}, reason=NO_TIES),
+    "inkling2_text": Line(),
+    "inkling_text": Line({"mlp_layer_types": ["dense", "sparse"]}),
     "internlm3": Line(),
     "iquestcoder": Line(),
     "jais2": Line(),
@@ -199,7 +195,7 @@ CAUSAL: dict[str, Line] = {
     "llama4": Line(reason=NO_BASE),
     "llama4_text": Line({"moe_layers": [1]}, reason=NO_BASE),
     "longcat_flash": Line(),
-    "mamba": Line(reason=NO_LINEARS),
+    "mamba": Line(),
     "mamba2": Line({"num_heads": 8}, reason=UNSEEN),
     "marian": Line(reason=ENCODER_DECODER),
     "mbart": Line(reason=ENCODER_DECODER),
@@ -216,8 +212,8 @@ CAUSAL: dict[str, Line] = {
     "ministral3": Line(),
     "mistral": Line(),
     "mixtral": Line(),
-    "mllama": Line(reason=NO_TIES),
-    "modernbert-decoder": Line(reason=NO_LINEARS),
+    "mllama": Line(),
+    "modernbert-decoder": Line(),
     "moshi": Line(),
     "moss_transcribe_diarize": Line(),
     "mpt": Line(),
@@ -268,7 +264,7 @@ CAUSAL: dict[str, Line] = {
     "rembert": Line(DECODER),
     "roberta": Line(DECODER),
     "roberta-prelayernorm": Line(DECODER),
-    "roc_bert": Line(DECODER, reason=NO_END),
+    "roc_bert": Line(DECODER),
     "roformer": Line(DECODER),
     "rwkv": Line(),
     "seed_oss": Line(),
@@ -303,13 +299,13 @@ CAUSAL: dict[str, Line] = {
 VISION: dict[str, Line] = {
     "qwen2_vl": Line({"text_config": MROPE}),
     "qwen2_5_vl": Line({"text_config": MROPE}),
-    "qwen3_vl": Line({"text_config": MROPE}, reason=NO_END),
+    "qwen3_vl": Line({"text_config": MROPE}),
     "qwen3_vl_moe": Line({"text_config": MROPE}),
     "internvl": Line(),
     "idefics3": Line(),
-    "glm4v": Line({"text_config": MROPE}, reason=NO_END),
+    "glm4v": Line({"text_config": MROPE}),
     "glm4v_moe": Line({"text_config": {**MROPE, "head_dim": 16}}),
-    "glm46v": Line({"text_config": {**MROPE, "head_dim": 16}}, reason=NO_END),
+    "glm46v": Line({"text_config": MROPE}),
     "llava_onevision": Line(),
     "smolvlm": Line(),
     "mistral3": Line(),
@@ -330,8 +326,8 @@ VARIANTS: dict[str, Line] = {
     "qwen3_moe+dense_layer": Line({"mlp_only_layers": [0]}, "qwen3_moe"),
     "mixtral+window": Line({"sliding_window": 8}, "mixtral"),
     "doge+moe": Line({"is_moe": True, "num_experts": 16}, "doge"),
-    "falcon+alibi": Line({"alibi": True}, "falcon", reason=NO_LINEARS),
-    "falcon+new_decoder": Line({"new_decoder_architecture": True, "num_kv_heads": 2}, "falcon", reason=NO_LINEARS),
+    "falcon+alibi": Line({"alibi": True}, "falcon"),
+    "falcon+new_decoder": Line({"new_decoder_architecture": True, "num_kv_heads": 2}, "falcon"),
     "gemma4_text+moe": Line(
         {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}, "gemma4_text"
     ),

@@ -13,7 +13,13 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.pytorch_utils import Conv1D
 
 from surefoot.data.collate import MicroBatch
@@ -136,13 +142,21 @@ def has_experts(model: nn.Module) -> bool:
     )
 
 
+def attention_of(config: PreTrainedConfig) -> str:
+    """Return the attention function of transformers that a model is compared with.
+
+    Falcon adds ALiBi twice in `eager`: to its scores, and within its mask.
+    """
+    return "sdpa" if config.model_type == "falcon" else "eager"
+
+
 class _Reference:
     """transformers' own model of a folder, one sample at a time."""
 
     def __init__(self, folder: Path) -> None:
         config = load_config(folder)
         self.model: PreTrainedModel = model_class(folder, config).from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+            folder, dtype=torch.float32, attn_implementation=attention_of(config), experts_implementation="eager"
         )
         self.model.train()
         self._initial = copy.deepcopy(self.model.state_dict())
@@ -270,15 +284,16 @@ def _train(built: BuiltModel, batch: MicroBatch) -> tuple[list[float], dict[str,
 
 def _open(folder: Path, stock: type[PreTrainedModel]) -> PreTrainedModel:
     """Open a folder as users do."""
+    attention = attention_of(load_config(folder))
     auto = AutoModelForCausalLM if "CausalLM" in stock.__name__ or "LMHead" in stock.__name__ else None
     opened: PreTrainedModel
     try:
         opened, info = (auto or AutoModelForImageTextToText).from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+            folder, dtype=torch.float32, attn_implementation=attention, output_loading_info=True
         )
     except ValueError:
         opened, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+            folder, dtype=torch.float32, attn_implementation=attention, output_loading_info=True
         )
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     return opened.eval()
