@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.logits_process import (
     SuppressTokensLogitsProcessor,
     TopKLogitsWarper,
@@ -31,11 +31,13 @@ from surefoot.errors import StoppedOnFinding
 from surefoot.events import Phase
 from surefoot.findings import Finding
 from surefoot.methods.base import Interrupted
+from surefoot.methods.grpo.engines.batching import Batching, choose_batching, split_requests
+from surefoot.methods.grpo.engines.generation_cache import cache_argument, cache_of, select_cache_rows
 from surefoot.methods.grpo.routed_experts import Experts, encode_experts
 from surefoot.methods.grpo.types import Completion, Request, Sampling, Wait
 from surefoot.models.generate import generating
 from surefoot.models.routing import LayerRouting, RoutingRecorder
-from surefoot.models.vision import embed_images
+from surefoot.models.vision import embed_images, image_tokens
 
 DROP_SHARE = 0.25
 """Share of complete rows at which they are dropped from the batch: dropping copies the remaining rows."""
@@ -74,11 +76,12 @@ class LocalEngine:
         routing: RoutingRecorder | None = None,
         limits: RolloutLimits = RolloutLimits(),
     ) -> None:
-        """Create the engine.
+        """Create the engine, and find out what the model can generate together. Collective.
 
         `in_lockstep`: each forward of a rank needs the others (ZeRO 3, expert parallelism), so all take as many.
         `reader`: opens images; None for a model without vision. `routing`: set if completions must record the experts
         of their tokens.
+        Raises: ModelError if the model cannot generate with its cache.
         """
         self._model = model
         self._tokenizer = tokenizer
@@ -89,6 +92,32 @@ class LocalEngine:
         self._reader = reader
         self._routing = routing
         self._run_vision_prompts = as_fsdp_forward(model, self._predict_with_images)
+        self._cache_argument = cache_argument(model)
+        self._batching = self._choose_batching()
+
+    @torch.no_grad()
+    def _choose_batching(self) -> Batching:
+        num_tokens = self._model.config.get_text_config().vocab_size
+        vocabulary = sorted(set(range(num_tokens)) - image_tokens(self._model))
+        with generating(self._model), self._forward_context():
+            try:
+                return choose_batching(
+                    self._read_probe,
+                    vocabulary,
+                    lambda holds: self._ranks.sum([holds])[0] == self._ranks.size,
+                    type(self._model).__name__,
+                )
+            finally:
+                reshard(self._model)
+
+    def _read_probe(self, prompts: Sequence[list[int]], rows: Sequence[int], tokens: Tensor) -> Tensor:
+        """Return the logits after some rows of prompts and further tokens: [R, V]. See `choose_batching`."""
+        logits, state = self._read_prompts([Request(prompt, (0,)) for prompt in prompts])
+        device = self._model.device
+        state.select(torch.tensor(rows, device=device))
+        for column in tokens.to(device).unbind(1):
+            logits = self._read_tokens(column, state)
+        return logits
 
     def publish(self, policy_version: int) -> None:
         """Do nothing: the weights are the model's own."""
@@ -107,8 +136,8 @@ class LocalEngine:
         Raises: StoppedOnFinding (SF801), Interrupted; on all ranks.
         """
         deadline_s = time.monotonic() + self._limits.timeout_s
-        each = self._limits.batch_size or max(len(requests), 1)
-        waves = [requests[begin : begin + each] for begin in range(0, len(requests), each)]
+        waves = split_requests(requests, self._limits.batch_size, self._batching)
+        order = [index for wave in waves for index in wave]
         most = max(self._ranks.gather(len(waves)))
         waves += [[] for _ in range(max(most, 1) - len(waves))]
         completions: list[Completion] = []
@@ -120,7 +149,9 @@ class LocalEngine:
                             break
                     elif number and self._lockstep_ranks is SINGLE_PROCESS and self._is_over(deadline_s):
                         break  # no other rank waits for its forwards; the first may have gathered weights with them
-                    wave_completions = self._generate_wave(wave, sampling, policy_version, deadline_s)
+                    wave_completions = self._generate_wave(
+                        [requests[index] for index in wave], sampling, policy_version, deadline_s
+                    )
                     completions += wave_completions or []
                     if wave_completions is None and self._lockstep_ranks is not SINGLE_PROCESS:
                         break  # all ranks in lockstep have stopped
@@ -131,26 +162,25 @@ class LocalEngine:
         if num_interrupted:
             raise Interrupted
         if missing:
-            places = list(dict.fromkeys(request.place for request in requests[len(completions) :] if request.place))
+            missing_requests = [requests[index] for index in order[len(completions) :]]
+            places = list(dict.fromkeys(request.place for request in missing_requests if request.place))
             rank_states = self._ranks.gather([was_late, places])
             finding = _timeout_finding(rank_states, round(missing), self._limits.timeout_s)
             raise StoppedOnFinding(finding, is_agreed=True)
-        return completions
+        return [completion for _, completion in sorted(zip(order, completions, strict=True), key=lambda pair: pair[0])]
 
-    def _predict(self, **inputs: Any) -> Tensor:
-        """Return the logits of the next token: [R, V].
+    def _predict(self, **inputs: Any) -> tuple[Tensor, Any]:
+        """Return the logits of the next token, [R, V], and the cache, which the model makes at the first forward.
 
         The model is called without `as_fsdp_forward`, in which ranks would gather their weights anew for each token,
         and a rank that has finished its completions would leave the others waiting.
         """
-        logits: Tensor = self._model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
-        return logits
+        output = self._model(**inputs, use_cache=True, logits_to_keep=1)
+        return output.logits[:, -1], cache_of(self._model, output)
 
-    def _read_prompts(self, prompts: Sequence[Request], cache: DynamicCache) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the logits [R, V] after each prompt, the mask [R, n], and the last token's position.
+    def _read_prompts(self, prompts: Sequence[Request]) -> tuple[Tensor, "_State"]:
+        """Return the logits [R, V] after each prompt, and the state of the batch. Prompts are padded on the left.
 
-        The position is [R, 1], or [R, 3, 1] for a model that counts rows and columns of images. Prompts are padded on
-        the left.
         Raises: DataError for an image that cannot be read, on all ranks.
         """
         width = max(len(request.prompt) for request in prompts)
@@ -162,8 +192,9 @@ class LocalEngine:
         mask = torch.tensor([[0] * n + [1] * (width - n) for n in padding], device=device)
         if self._reader is None:
             positions = (mask.cumsum(1) - 1).clamp(min=0)
-            inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "past_key_values": cache}
-            return self._predict(**inputs), mask, positions[:, -1:]
+            inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+            logits, cache = self._predict(**inputs)
+            return logits, _State(cache, mask, positions[:, -1:])
         reader = self._reader
 
         def read_images() -> tuple[list[Tensor], Vision]:
@@ -177,20 +208,26 @@ class LocalEngine:
         padded = [F.pad(row_positions, (n, 0)) for n, row_positions in zip(padding, prompt_positions, strict=True)]
         positions, vision = torch.stack(padded).to(device), vision.to(device)
         last = positions.flatten(1).amax(1)
-        return (
-            self._run_vision_prompts(ids, vision, mask, positions, cache),
-            mask,
-            last.view(-1, *[1] * (positions.dim() - 1)).expand(*positions.shape[:-1], 1),
-        )
+        logits, cache = self._run_vision_prompts(ids, vision, mask, positions)
+        last = last.view(-1, *[1] * (positions.dim() - 1)).expand(*positions.shape[:-1], 1)
+        return logits, _State(cache, mask, last)
 
-    def _predict_with_images(
-        self, ids: Tensor, vision: Vision, mask: Tensor, positions: Tensor, cache: DynamicCache
-    ) -> Tensor:
+    def _predict_with_images(self, ids: Tensor, vision: Vision, mask: Tensor, positions: Tensor) -> tuple[Tensor, Any]:
         """Return the logits after prompts with images. All ranks run the vision tower, which may be sharded."""
         inputs = embed_images(self._model, ids, vision.tensors, is_blank=vision.is_blank)
-        return self._predict(
-            **inputs, attention_mask=mask, position_ids=positions.movedim(0, -2), past_key_values=cache
+        return self._predict(**inputs, attention_mask=mask, position_ids=positions.movedim(0, -2))
+
+    def _read_tokens(self, tokens: Tensor, state: "_State") -> Tensor:
+        """Return the logits [R, V] after the next token of each row [R], and move the state past it."""
+        state.mask = torch.cat([state.mask, state.mask.new_ones(len(state.mask), 1)], dim=1)
+        state.positions = state.positions + 1
+        logits, state.cache = self._predict(
+            input_ids=tokens[:, None],
+            attention_mask=state.mask,
+            position_ids=state.positions.movedim(0, -2),
+            **{self._cache_argument: state.cache},
         )
+        return logits
 
     def _generate_wave(
         self, requests: Sequence[Request], sampling: Sampling, policy_version: int, deadline_s: float
@@ -202,15 +239,15 @@ class LocalEngine:
         keys = [(tuple(request.prompt), request.images) for request in requests]
         prompts = dict(zip(keys, requests, strict=True))
         device = self._model.device
-        cache = DynamicCache(config=self._model.config)
         with self._record_routing() as layers:
-            logits, mask, positions = self._read_prompts(list(prompts.values()), cache)
+            logits, state = self._read_prompts(list(prompts.values()))
         numbers = {key: number for number, key in enumerate(prompts)}
         prompt_of_row = torch.tensor([numbers[key] for key in keys], device=device)
         if layers:
-            experts = _stack_experts(layers).unflatten(0, mask.shape).numpy()
+            experts = _stack_experts(layers).unflatten(0, state.mask.shape).numpy()
             rows.append_prompt_experts([experts[number] for number in prompt_of_row.tolist()])
-        logits, mask, positions = _select_rows((logits, mask, positions), cache, prompt_of_row)
+        logits = logits[prompt_of_row]
+        state.select(prompt_of_row)
         while True:
             tokens = rows.draw(logits)
             num_running, stops = self._lockstep_ranks.sum([rows.num_running, self._is_over(deadline_s)])
@@ -221,16 +258,10 @@ class LocalEngine:
             remaining = rows.drop_complete()
             if remaining is not None:
                 index = torch.tensor(remaining, device=device)
-                tokens, mask, positions = _select_rows((tokens, mask, positions), cache, index)
-            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-            positions = positions + 1
+                tokens = tokens[index]
+                state.select(index)
             with self._record_routing() as layers:
-                logits = self._predict(
-                    input_ids=tokens[:, None],
-                    attention_mask=mask,
-                    position_ids=positions.movedim(0, -2),
-                    past_key_values=cache,
-                )
+                logits = self._read_tokens(tokens, state)
             if layers:
                 rows.append_experts(_stack_experts(layers).numpy())
 
@@ -263,10 +294,20 @@ def _stack_experts(layers: Sequence[LayerRouting]) -> Tensor:
     return torch.stack([layer.index for layer in layers], dim=1).short().cpu()
 
 
-def _select_rows(state: tuple[Tensor, ...], cache: Any, index: Tensor) -> tuple[Tensor, ...]:
-    """Select rows of a batch, and of its cache in place; a row may be selected several times."""
-    cache.reorder_cache(index)  # unlike batch_select_indices, it knows the states of recurrent layers
-    return tuple(tensor[index] for tensor in state)
+@dataclass
+class _State:
+    """What the model remembers of a batch."""
+
+    cache: Any
+    mask: Tensor
+    """[R, n]: zero where a prompt is padded."""
+    positions: Tensor
+    """Position of the last token: [R, 1], or [R, 3, 1] for a model that counts rows and columns of images."""
+
+    def select(self, index: Tensor) -> None:
+        """Select rows of the batch; a row may be selected several times."""
+        select_cache_rows(self.cache, index)
+        self.mask, self.positions = self.mask[index], self.positions[index]
 
 
 @dataclass
