@@ -9,16 +9,32 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from surefoot.errors import StoppedOnFinding
+from surefoot.errors import ModelError, StoppedOnFinding
 from surefoot.methods.grpo.batch import Trajectory, collate_completions
+from surefoot.methods.grpo.engines.batching import Batching, choose_batching, split_requests
 from surefoot.methods.grpo.engines.local import LocalEngine, RolloutLimits
 from surefoot.methods.grpo.types import Completion, Request, Sampling
 from surefoot.methods.token_loss import TokenLogprobs, text_inputs
 from surefoot.models.build import build_model
 from surefoot.models.lora import LoraSettings
+from tests.models.architectures import tiny_model
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
 KINDS = ["llama", "qwen2_moe"]
+CACHES = {
+    "qwen3_next": Batching.ANY_PROMPTS,
+    "qwen3_5_text": Batching.ANY_PROMPTS,
+    "lfm2": Batching.ANY_PROMPTS,
+    "mamba2": Batching.ANY_PROMPTS,
+    "jamba": Batching.ANY_PROMPTS,
+    "falcon_h1": Batching.ANY_PROMPTS,
+    "minimax": Batching.ANY_PROMPTS,
+    "qwen4_exp_text": Batching.ANY_PROMPTS,
+    "gpt_oss": Batching.ANY_PROMPTS,
+    "deepseek_v4": Batching.EQUAL_LENGTHS,
+    "rwkv": Batching.ONE_BY_ONE,
+}
+"""Architectures whose caches hold more than keys and values, or whose attention has sinks."""
 
 
 @pytest.fixture(params=KINDS)
@@ -177,3 +193,58 @@ def test_completions_tell_the_experts_that_training_would_choose(
             one.experts = None
         batch.keep_experts(chosen.short())
         assert [one.experts for one in trajectories] == [one.experts for one in made]
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_caches_of_every_kind_give_the_tokens_of_each_prompt_alone(name: str, tokenizer: Any) -> None:
+    model = tiny_model(name)
+    engine = LocalEngine(model, tokenizer)
+    assert engine.batching is CACHES[name]
+    expected = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        expected.append(model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :].tolist())
+    greedy = engine.generate(requests(), Sampling(12, top_k=1), 0)
+    assert [completion.ids for completion in greedy] == [ids for ids in expected for _ in range(3)]
+
+    sampling = Sampling(16, ends=frozenset(range(0, 128, 9)))
+    together = [completion.ids for completion in engine.generate(requests(), sampling, 0)]
+    assert len(set(map(len, together))) > 2  # rows leave the batch one after the other
+    alone = [engine.generate([request], sampling, 0)[0].ids for request in requests()]
+    backwards = [completion.ids for completion in engine.generate(requests()[::-1], sampling, 0)[::-1]]
+    limited = LocalEngine(model, tokenizer, limits=RolloutLimits(batch_size=2))
+    in_waves = [completion.ids for completion in limited.generate(requests(), sampling, 0)]
+    assert together == alone == backwards == in_waves
+
+
+@pytest.mark.parametrize("name", ["moshi", "hrm_text", "openai-gpt", "recurrent_gemma"])
+def test_a_model_that_cannot_generate_with_its_cache_is_refused(name: str, tokenizer: Any) -> None:
+    """Its cache changes its logits, its forward fails, takes no cache, or returns none."""
+    with pytest.raises(ModelError) as refused:
+        LocalEngine(tiny_model(name), tokenizer)
+    assert type(tiny_model(name)).__name__ in str(refused.value)
+
+
+def test_ranks_agree_on_a_batching() -> None:
+    """Another rank, whose rounding differs, sees a difference where this one sees none."""
+
+    def read(_prompts: Any, rows: Any, _tokens: torch.Tensor) -> torch.Tensor:
+        return torch.ones(len(rows), 4)
+
+    answers = iter([True, False, True])
+    assert choose_batching(read, range(50), lambda holds: holds and next(answers), "Model") is Batching.EQUAL_LENGTHS
+    with pytest.raises(ModelError):
+        choose_batching(read, range(50), lambda _: False, "Model")
+
+
+def test_batches_have_what_their_completions_must_share() -> None:
+    lengths = [len(request.prompt) for request in requests(2)]
+    assert lengths == [4, 4, 2, 2, 7, 7]
+    mixed = [requests(2)[index] for index in (0, 2, 4, 1, 3, 5)]
+    assert split_requests(mixed, None, Batching.ANY_PROMPTS) == [[0, 1, 2, 3, 4, 5]]
+    assert split_requests(mixed, 4, Batching.ANY_PROMPTS) == [[0, 1, 2, 3], [4, 5]]
+    assert split_requests(mixed, None, Batching.EQUAL_LENGTHS) == [[0, 3], [1, 4], [2, 5]]
+    assert split_requests(mixed, 1, Batching.EQUAL_LENGTHS) == [[0], [3], [1], [4], [2], [5]]
+    assert split_requests(mixed, 4, Batching.ONE_BY_ONE) == [[index] for index in range(6)]
+    assert split_requests([], None, Batching.ANY_PROMPTS) == []

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from surefoot.errors import ModelError
+from surefoot.methods.grpo.engines.generation_cache import REMEDY
 from surefoot.methods.grpo.types import Request
 
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
@@ -19,6 +20,9 @@ PROBE_TOKENS = 2
 """Number of tokens that are generated after each prompt of the probe."""
 MOST_TOKENS = 1000
 """Number of tokens of the vocabulary that the probe draws from."""
+
+
+NO_TOKENS = torch.empty(1, 0, dtype=torch.long)
 
 
 class Batching(Enum):
@@ -39,36 +43,56 @@ ReadPrompts = Callable[[Sequence[list[int]], Sequence[int], Tensor], Tensor]
 def choose_batching(
     read: ReadPrompts, vocabulary: Sequence[int], agree: Callable[[bool], bool], model_name: str
 ) -> Batching:
-    """Return the first batching with which cached generation agrees with each sequence read alone. Collective.
+    """Return the first batching in which each row has the logits that it has alone. Collective.
 
     `read` runs on the model; `agree`: whether a condition holds on all ranks.
-    Raises: ModelError if there is none, on all ranks.
+    Raises: ModelError, on all ranks, if the model's own forwards fail or the cache changes what it computes.
     """
+    prompts, tokens = _draw_probe(vocabulary)
+    try:
+        uncached = torch.stack(
+            [read([prompt + end], [0], NO_TOKENS)[0] for prompt, end in zip(prompts, tokens, strict=True)]
+        )
+        alone = torch.stack(
+            [read([prompt], [0], torch.tensor([end]))[0] for prompt, end in zip(prompts, tokens, strict=True)]
+        )
+        difference = _largest_difference(alone, uncached)
+        if not agree(difference <= LOW_PRECISION_TOLERANCE):  # also for NaN
+            raise ModelError(
+                f"rollout_engine: local cannot generate with {model_name}: with its cache, the logits of transformers' "
+                f"implementation differ by {difference:.2g} (relative) from those without, and completions would not "
+                f"be the policy's. {REMEDY}"
+            )
+        for batching in (Batching.ANY_PROMPTS, Batching.EQUAL_LENGTHS):
+            members = batching.value
+            rows = [1, 0, 1]
+            row_tokens = torch.tensor([tokens[members[row]] for row in rows])
+            logits = read([prompts[member] for member in members], rows, row_tokens)
+            difference = _largest_difference(logits, alone[[members[row] for row in rows]])
+            if agree(difference <= TOLERANCE.get(logits.dtype, LOW_PRECISION_TOLERANCE)):
+                return batching
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"rollout_engine: local cannot generate with {model_name}: the forward of transformers' implementation "
+            f"with a cache fails ({type(error).__name__}: {error}). {REMEDY}"
+        ) from error
+    return Batching.ONE_BY_ONE
+
+
+def _draw_probe(vocabulary: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the prompts of the probe and the tokens after each."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(count: int) -> list[int]:
         picks = torch.randint(min(len(vocabulary), MOST_TOKENS), (count,), generator=generator)
         return [vocabulary[pick] for pick in picks.tolist()]
 
-    prompts = [draw(length) for length in PROBE_LENGTHS]
-    tokens = [draw(PROBE_TOKENS) for _ in prompts]
-    nothing = torch.empty(1, 0, dtype=torch.long)
-    alone = [read([prompt + end], [0], nothing)[0] for prompt, end in zip(prompts, tokens, strict=True)]
-    differences: dict[str, float] = {}
-    for batching in Batching:
-        members = batching.value
-        rows = [*reversed(range(len(members))), 0] if len(members) > 1 else [0]
-        logits = read([prompts[member] for member in members], rows, torch.tensor([tokens[members[r]] for r in rows]))
-        expected = torch.stack([alone[members[row]] for row in rows])
-        difference = float(((logits - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)).max())
-        differences[batching.name.lower()] = difference
-        if agree(difference <= TOLERANCE.get(logits.dtype, LOW_PRECISION_TOLERANCE)):  # also false for NaN
-            return batching
-    raise ModelError(
-        f"rollout_engine: local cannot generate with {model_name}: with its cache it computes other logits than "
-        f"without (relative differences: {', '.join(f'{name} {value:.2g}' for name, value in differences.items())}), "
-        "so completions would not be those of the policy. Set rollout_engine: vllm if vLLM serves this model."
-    )
+    return [draw(length) for length in PROBE_LENGTHS], [draw(PROBE_TOKENS) for _ in PROBE_LENGTHS]
+
+
+def _largest_difference(logits: Tensor, expected: Tensor) -> float:
+    """Return the largest relative difference of a row, by norms. Shapes: [R, V]."""
+    return float(((logits - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)).max())
 
 
 def split_requests(requests: Sequence[Request], batch_size: int | None, batching: Batching) -> list[list[int]]:

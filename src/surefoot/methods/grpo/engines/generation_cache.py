@@ -11,8 +11,11 @@ from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentio
 
 from surefoot.errors import ModelError
 
+REMEDY = "Set rollout_engine: vllm if vLLM serves this model."
 CACHE_ARGUMENTS = ("past_key_values", "cache_params", "state")
 """Names of the cache in the forwards of models and in their outputs: of most, of Mamba's, of RWKV's."""
+WITHOUT_ATTENTION = {"cache_params", "state"}
+"""Those of models without attention. Their mask tells padding, and a token after a prompt is none."""
 CACHE_OBJECTS = (Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin, DummyLayer)
 """Classes whose attributes are parts of a cache."""
 BATCH_DIMENSIONS = {"indexer_position_ids": 1}
@@ -30,7 +33,7 @@ def cache_argument(model: PreTrainedModel) -> str:
             return name
     raise ModelError(
         f"rollout_engine: local cannot generate with {type(model).__name__}: its forward takes no cache "
-        f"({', '.join(CACHE_ARGUMENTS)}). Set rollout_engine: vllm if vLLM serves this model."
+        f"({', '.join(CACHE_ARGUMENTS)}). {REMEDY}"
     )
 
 
@@ -41,7 +44,7 @@ def cache_of(model: PreTrainedModel, output: Mapping[str, Any]) -> Any:
     if cache is None:
         raise ModelError(
             f"rollout_engine: local cannot generate with {type(model).__name__}: its forward returns no {name} with "
-            "use_cache=True. Set rollout_engine: vllm if vLLM serves this model."
+            f"use_cache=True. {REMEDY}"
         )
     return cache
 
