@@ -1,17 +1,20 @@
 """Processors that cannot be used, and images that no model reads: each is refused with what to do."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Gemma3nConfig
 
 from surefoot import train
 from surefoot.config import load_config
 from surefoot.data.model_processor import REFUSED
-from surefoot.errors import ConfigError, DataError
+from surefoot.errors import ConfigError, DataError, ModelError
 from surefoot.methods.training_data import open_data
 from surefoot.models.build import load_tokenizer
+from surefoot.models.pretrained import meta_model
 from surefoot.planner.devices import Device
 from surefoot.planner.forecast import forecast
 from tests.support.data import counting_rows, write_jsonl
@@ -129,3 +132,10 @@ def test_images_of_models_whose_whole_prompt_attends_both_ways_are_refused(
     monkeypatch.setitem(REFUSED, "gemma3", "REASON")
     with pytest.raises(DataError, match=r"rows\.jsonl:1: .*REASON"):
         train(settings_of("gemma3"), screen=False)
+
+
+@pytest.mark.skipif(find_spec("timm") is not None, reason="the package is installed")
+def test_a_tower_that_needs_a_missing_package_is_refused(tmp_path: Path) -> None:
+    Gemma3nConfig().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="pip install timm"):
+        meta_model(tmp_path)

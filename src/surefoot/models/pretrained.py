@@ -206,11 +206,13 @@ def check_generation_config(folder: Path) -> None:
 
 @contextmanager
 def config_errors(folder: Path) -> Iterator[None]:
-    """Turn errors of a model's constructor for an inconsistent config into a ModelError."""
+    """Turn errors of a model's constructor, for an inconsistent config or a missing package, into a ModelError."""
     try:
         yield
     except ModelError:
         raise
+    except ImportError as error:
+        raise ModelError(f"{folder}: a part of the model needs a package that is missing: {_reason(error)}") from error
     except BAD_CONFIG as error:
         raise ModelError(f"{folder / 'config.json'}: no model can be built from it: {_reason(error)}") from error
 
