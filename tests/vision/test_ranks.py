@@ -41,7 +41,14 @@ def break_unseen(path: Path) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("kind", "tuning"),
-    [("gemma4", "lora"), ("glm4v", "full"), ("idefics3", "full"), ("internvl", "lora"), ("llava_onevision", "full")],
+    [
+        ("gemma4", "lora"),
+        ("glm4v", "full"),
+        ("idefics3", "full"),
+        ("internvl", "lora"),
+        ("llava_onevision", "full"),
+        ("qwen3_5_moe", "lora"),
+    ],
 )
 def test_a_rank_without_images_computes_with_one_that_has_some(kind: str, tuning: str, tmp_path: Path) -> None:
     pictures = picture_rows(tmp_path / "data")
