@@ -270,7 +270,7 @@ def write_family(kind: str, folder: Path) -> Path:
     model = AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():  # some start at zero or one, and would hide mistakes
-            if parameter.dim() < 2 or "position" in name:
+            if parameter.dim() < 2 or "position" in name or not parameter.any():
                 parameter.add_(torch.randn(parameter.shape) * 0.05)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
