@@ -18,7 +18,7 @@ ENCODER_DECODER = "encoder-decoder: this class is its decoder alone"
 DRAFTER = "drafts tokens from the states of another model, and has none of its own"
 UNSEEN = "a layer that runs once per sample is given arguments that the probe does not see"
 NO_BASE = "its decoder is not the base model that the loss runs"
-TIED = "its layers share weights, and LoRA gives each of them a pair of its own"
+TIED = "its layers share weights, each with a LoRA pair of its own, so that its adapters cannot be merged"
 COMPLEX = "its complex position embeddings are compared without their imaginary parts"
 
 

@@ -14,10 +14,11 @@ from surefoot.models.adapter import load_adapter_files, read_adapter, settings_o
 from surefoot.models.build import BuiltModel, build_model, trainable_parameters
 from surefoot.models.export import merge_adapter
 from surefoot.models.lora import LoraSettings, find_targets
-from surefoot.models.peft_layout import find_unreadable
+from surefoot.models.peft_layout import find_unmergeable, find_unreadable
 from surefoot.models.vision import attention
 from tests.models.architectures import ARCHITECTURES, tiny_model
 from tests.support.adapters import save
+from tests.support.model_check import attention_of
 
 REPRESENTATIVE = ("deepseek_v3", "laguna", "qwen3_moe+dense_layer", "qwen3_vl_moe", "kimi_k25", "gemma4")
 """Dense layers beside experts; a router that stores more than its weight, and layers that PEFT renames; experts that
@@ -47,14 +48,14 @@ def train(base: Path, targets: tuple[str, ...]) -> tuple[BuiltModel, LoraSetting
     generator = torch.Generator().manual_seed(11)
     for parameter in trainable_parameters(built.model).values():
         parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
-    with attention(built.model, "eager"):
+    with attention(built.model, attention_of(built.model.config)):
         return built, settings, logits_of(built.model)
 
 
 def stock(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
     """Return transformers' model of a folder, whose weights fill it exactly."""
     cls = type(like)
-    model, info = cls.from_pretrained(folder, attn_implementation="eager", output_loading_info=True)
+    model, info = cls.from_pretrained(folder, attn_implementation=attention_of(like.config), output_loading_info=True)
     assert not any(info.values()), info
     return model
 
@@ -103,7 +104,7 @@ def test_the_adapter_means_the_same_to_peft_and_in_a_merged_folder(name: str, tm
         assert built.targets is not None
         assert (found.linears, found.experts) == (built.targets.linears, built.targets.experts)
 
-        if {f"{name}.weight" for name in found.linears} & original.all_tied_weights_keys.keys():
+        if find_unmergeable(original, targets):
             with pytest.raises(ModelError, match="are one weight"):
                 merge_adapter(base, adapter, folder / "merged")
         else:
@@ -121,3 +122,13 @@ def test_the_adapter_means_the_same_to_peft_and_in_a_merged_folder(name: str, tm
     if refusals:
         assert name not in REPRESENTATIVE
         pytest.skip(f"not all of it trains: {refusals[0]}")
+
+
+def test_layers_that_share_a_weight_are_named_with_it() -> None:
+    tied = find_unmergeable(tiny_model("zamba"), ["attention"])
+    shared = "shared_transf.self_attn"
+    leaves = ("q_proj", "k_proj", "v_proj", "o_proj")
+    assert tied == [
+        (f"model.layers.3.{shared}.{leaf}.weight", f"model.layers.1.{shared}.{leaf}.weight") for leaf in leaves
+    ]
+    assert find_unmergeable(tiny_model("llama"), ["all"]) == []

@@ -163,6 +163,8 @@ class _Reference:
 
     def loss(self, samples: list[Tensor], changes: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean loss of all trained tokens and its gradients, with `changes` added to the weights."""
+        if changes:
+            _untie_layers(self.model)
         self.model.load_state_dict(self._initial)
         parameters = _all_parameters(self.model)
         with torch.no_grad():
@@ -172,6 +174,14 @@ class _Reference:
         loss = mean_loss(self.model, samples)
         loss.backward()
         return loss.detach(), {name: p.grad for name, p in parameters.items() if p.grad is not None}
+
+
+def _untie_layers(model: PreTrainedModel) -> None:
+    """Give linear layers that share a weight one each: each of them has a low-rank pair of its own, as in PEFT."""
+    for name in model.all_tied_weights_keys:
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(owner, nn.Linear) and owner is not model.get_output_embeddings():
+            owner.weight = nn.Parameter(owner.weight.detach().clone())
 
 
 def mean_loss(model: nn.Module, samples: list[Tensor]) -> Tensor:

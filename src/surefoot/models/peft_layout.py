@@ -36,6 +36,11 @@ UNREADABLE_BY_PEFT = (
     "reads it (init_adapter, chat), and `surefoot export --merge` writes a model that transformers opens"
 )
 """Notice of a run whose adapter PEFT cannot represent: the first of the targets, and their number."""
+UNMERGEABLE = (
+    "{} and {} are one weight (and {} more such pairs), but each of the two gets LoRA of its own, as in PEFT: "
+    "`surefoot export --merge` cannot write that as one weight. PEFT and Surefoot (init_adapter, chat) read the adapter"
+)
+"""Notice of a run whose adapter cannot be merged: two names of the first shared weight, and the number of others."""
 LORA = ".lora_"
 OUTERMOST = "down_proj"
 """The stack whose wrapper is outside those of the module's other stacks: modules define it last."""
@@ -164,3 +169,10 @@ def find_unreadable(model: PreTrainedModel, targets: Iterable[str]) -> list[str]
     if not modules:  # an adapter without LoRA
         return found.routers
     return [name for name, module in modules.items() if name in refused or not layout.can_represent(module)]
+
+
+def find_unmergeable(model: PreTrainedModel, targets: Iterable[str]) -> list[tuple[str, str]]:
+    """Return the weights of targets that are those of another layer too, each with its name in that layer."""
+    ties: dict[str, str] = model.all_tied_weights_keys
+    weights = [f"{name}.weight" for name in find_targets(model, targets).linears]
+    return [(name, ties[name]) for name in weights if name in ties]

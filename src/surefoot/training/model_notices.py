@@ -1,9 +1,9 @@
 """What a user may want to know about the model of a run, in a line each."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surefoot.config import RunConfig
 from surefoot.data.render import answer_ends
@@ -11,7 +11,7 @@ from surefoot.methods.base import TrainContext
 from surefoot.models.build import meta_model
 from surefoot.models.generate import end_tokens
 from surefoot.models.lora import experts_left_out, lora_settings
-from surefoot.models.peft_layout import UNREADABLE_BY_PEFT, find_unreadable
+from surefoot.models.peft_layout import UNMERGEABLE, UNREADABLE_BY_PEFT, find_unmergeable, find_unreadable
 from surefoot.models.quantization.released import find_quantization
 
 EXPERTS_LEFT_OUT = "target_modules: {} mean linear layers, and the experts of this model are none: add `experts`"
@@ -36,9 +36,16 @@ def describe_model(
         yield how
     if lora is not None and (left_out := experts_left_out(train_context.model, lora.targets)):
         yield EXPERTS_LEFT_OUT.format(", ".join(left_out))
-    if lora is not None and (unreadable := find_unreadable(meta_model(base), lora.targets)):
-        yield UNREADABLE_BY_PEFT.format(unreadable[0], len(unreadable))
+    if lora is not None:
+        yield from _describe_adapter(meta_model(base), lora.targets)
     if unnamed := answer_ends(tokenizer, config.template_variables) - end_tokens(train_context.model, tokenizer):
         yield UNNAMED_ENDS.format(", ".join(tokenizer.convert_ids_to_tokens(sorted(unnamed))))
     if train_context.objective.holds_all_logits:
         yield ALL_LOGITS
+
+
+def _describe_adapter(model: PreTrainedModel, targets: Sequence[str]) -> Iterator[str]:
+    if unreadable := find_unreadable(model, targets):
+        yield UNREADABLE_BY_PEFT.format(unreadable[0], len(unreadable))
+    if tied := find_unmergeable(model, targets):
+        yield UNMERGEABLE.format(*tied[0], len(tied) - 1)
