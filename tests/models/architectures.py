@@ -16,10 +16,7 @@ from tests.support.shrinking import VOCAB_SIZE, randomise, tiny
 
 ENCODER_DECODER = "encoder-decoder: this class is its decoder alone"
 DRAFTER = "drafts tokens from the states of another model, and has none of its own"
-UNSEEN = "a layer that runs once per sample is given arguments that the probe does not see"
-NO_BASE = "its decoder is not the base model that the loss runs"
 TIED = "its layers share weights, each with a LoRA pair of its own, so that its adapters cannot be merged"
-COMPLEX = "its complex position embeddings are compared without their imaginary parts"
 
 
 @dataclass(frozen=True)
@@ -86,14 +83,14 @@ CAUSAL: dict[str, Line] = {
     "cohere_compass_text": Line(
         {"layer_types": ["sliding_attention", "full_attention"], "rope_parameters": ROPE_BY_KIND}
     ),
-    "cpmant": Line(reason=UNSEEN),
+    "cpmant": Line(),
     "ctrl": Line(),
     "cwm": Line(),
     "data2vec-text": Line(DECODER),
     "dbrx": Line(
         {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}, "ffn_config": {"moe_top_k": 2}}
     ),
-    "deepseek_v2": Line({"first_k_dense_replace": 1, "num_experts_per_tok": 2}, reason=COMPLEX),
+    "deepseek_v2": Line({"first_k_dense_replace": 1, "num_experts_per_tok": 2}),
     "deepseek_v3": Line(),
     "deepseek_v32": Line(),
     "deepseek_v4": Line({"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}}),
@@ -192,11 +189,11 @@ CAUSAL: dict[str, Line] = {
     "lfm2_moe": Line({"layer_types": ["conv", "full_attention"]}),
     "lfm3": Line(),
     "llama": Line(),
-    "llama4": Line(reason=NO_BASE),
-    "llama4_text": Line({"moe_layers": [1]}, reason=NO_BASE),
+    "llama4": Line(),
+    "llama4_text": Line({"moe_layers": [1]}),
     "longcat_flash": Line(),
     "mamba": Line(),
-    "mamba2": Line({"num_heads": 8}, reason=UNSEEN),
+    "mamba2": Line({"num_heads": 8}),
     "marian": Line(reason=ENCODER_DECODER),
     "mbart": Line(reason=ENCODER_DECODER),
     "megatron-bert": Line(DECODER),
@@ -276,11 +273,11 @@ CAUSAL: dict[str, Line] = {
     "vaultgemma": Line(),
     "whisper": Line(),
     "xglm": Line(),
-    "xlm": Line({"causal": True}, reason=UNSEEN),
+    "xlm": Line({"causal": True}),
     "xlm-roberta": Line(DECODER),
     "xlm-roberta-xl": Line(DECODER),
-    "xlnet": Line({"attn_type": "uni"}, reason=UNSEEN),
-    "xlstm": Line(reason="it computes the logits of all tokens, whatever it is asked for"),
+    "xlnet": Line({"attn_type": "uni"}),
+    "xlstm": Line(),
     "xmod": Line({"is_decoder": True, "default_language": "en_XX"}),
     "youtu": Line(),
     "zamba": Line(
@@ -310,7 +307,7 @@ VISION: dict[str, Line] = {
     "smolvlm": Line(),
     "mistral3": Line(),
     "kimi_k25": Line(),
-    "paligemma": Line(reason=UNSEEN),
+    "paligemma": Line(reason="its whole prompt attends in both directions"),
 }
 """Vision-language classes, besides those of `CAUSAL`."""
 

@@ -33,9 +33,7 @@ from surefoot.system.json_files import read_object
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 """Names of processor files; transformers 5 writes the second if it saves a whole processor."""
-REFUSED = {
-    "paligemma": "all tokens of its prompts attend in both directions, which is not supported. Take rows without images"
-}
+REFUSED = {"paligemma": "all tokens of its prompts attend in both directions, which is not supported"}
 """Model types that read images, but whose images are refused, with the reason."""
 GRID = "image_grid_thw"
 """Name of the tensor that holds the patches of each image along time, height and width."""

@@ -38,6 +38,8 @@ MOST_LAYERS, MOST_EXPERTS, MOST_SIZE = 1000, 100_000, 2**31 - 1
 """Upper bounds of numbers in config.json: creating more modules would take minutes, or overflow."""
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Numbers of a config that every decoder has, and that are 1 or more."""
+NOT_TRAINED = {"paligemma": "its whole prompt attends in both directions, which a packed row of chats does not tell it"}
+"""Model types that transformers has and whose samples would be computed otherwise than by transformers."""
 BAD_CONFIG = (
     AssertionError, AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError,
     ZeroDivisionError,
@@ -87,6 +89,8 @@ def load_config(folder: Path) -> PreTrainedConfig:
 
 def _check_architecture(path: Path, content: Mapping[str, Any]) -> None:
     model_type = content.get("model_type")
+    if isinstance(model_type, str) and model_type in NOT_TRAINED:
+        raise ModelError(f"{path}: model_type={model_type} is not trained here: {NOT_TRAINED[model_type]}.")
     if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
         return  # custom code in the folder is ignored
     raise ModelError(
