@@ -76,7 +76,7 @@ def choose_targets(model: PreTrainedModel) -> list[tuple[str, ...]]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in REPRESENTATIVE else pytest.mark.slow)
+        pytest.param(name, marks=() if name in REPRESENTATIVE else pytest.mark.models)
         for name, line in ARCHITECTURES.items()
         if line.reason is None
     ],
