@@ -204,7 +204,7 @@ def open_ours(folder: Path, data: Path, workers: int) -> Any:
     from surefoot.config import DatasetItem
     from surefoot.data.dataset import Dataset
     from surefoot.data.prepare_pool import PrepareOptions
-    from surefoot.data.render import RendererSource
+    from surefoot.data.renderer_source import RendererSource
     from surefoot.data.sample_selection import SampleOptions
     from surefoot.data.sources import find_sources
 

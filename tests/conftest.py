@@ -19,9 +19,23 @@ from transformers import (
 from surefoot.system.atomic_io import cache_folder
 from tests.support.data import counting_rows, write_jsonl
 from tests.support.models import make_model, make_tokenizer
+from tests.support.quantised import release
 
 hypothesis.settings.register_profile("suite", derandomize=True)
 hypothesis.settings.load_profile("suite")  # the same examples in every run of the suite; `make fuzz` draws others
+
+
+@pytest.fixture(scope="session")
+def released(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Tiny models as they are released: in a quantised format (`tests.support.quantised.RELEASES`)."""
+    root = tmp_path_factory.mktemp("released")
+
+    def get(name: str) -> Path:
+        if name.startswith("int"):
+            pytest.importorskip("compressed_tensors")
+        return root / name if (root / name).exists() else release(name, root / name)
+
+    return get
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -45,7 +45,8 @@ def test_the_real_model_renders_as_its_template_says_and_knows_paris() -> None:
     from transformers import AutoTokenizer
 
     from surefoot.data.conversation import Conversation, Message
-    from surefoot.data.render import Rendered, Renderer, RendererSource
+    from surefoot.data.render import Rendered, Renderer
+    from surefoot.data.renderer_source import RendererSource
 
     folder = resolve_model(MODEL)
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from surefoot.config import DatasetItem
 from surefoot.data.dataset import Dataset
 from surefoot.data.prepare_pool import PrepareOptions
-from surefoot.data.render import RendererSource
+from surefoot.data.renderer_source import RendererSource
 from surefoot.data.sample_selection import SampleOptions
 from surefoot.data.sources import find_sources
 

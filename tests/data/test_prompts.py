@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from surefoot.data.conversation import BadRow
-from surefoot.data.render import Renderer, RendererSource
+from surefoot.data.render import Renderer
+from surefoot.data.renderer_source import RendererSource
 from surefoot.data.row_formats import FormatSpec, Reader, detect
 
 ASKED = [{"role": "user", "content": "Two?"}]

@@ -13,7 +13,8 @@ from tokenizers import AddedToken
 
 from surefoot.data.conversation import IMAGE, BadRow, Conversation, Message
 from surefoot.data.oddities import Oddity
-from surefoot.data.render import Rendered, Renderer, RendererSource
+from surefoot.data.render import Rendered, Renderer
+from surefoot.data.renderer_source import RendererSource
 from surefoot.data.template import Text
 from surefoot.data.turn_spans import MARK
 from surefoot.errors import DataError

@@ -12,7 +12,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from surefoot.data.conversation import BadRow, Conversation, Message
-from surefoot.data.render import RendererSource, answer_ends, tokenize_prompts
+from surefoot.data.render import answer_ends, tokenize_prompts
+from surefoot.data.renderer_source import RendererSource
 from surefoot.data.template import ChatTemplate
 from surefoot.data.template_process import TEMPLATE_PROCESS, Rendering
 from surefoot.data.template_source import Template, TemplateSource

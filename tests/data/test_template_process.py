@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerFast
 
 from surefoot.data import template_process
 from surefoot.data.conversation import BadRow, Conversation, Message
-from surefoot.data.render import Renderer, RendererSource, answer_ends
+from surefoot.data.render import Renderer, answer_ends
+from surefoot.data.renderer_source import RendererSource
 from surefoot.data.template_process import IDLE_S
 from surefoot.errors import DataError
 from surefoot.system.compute_limits import cpu_time_limit, memory_limit

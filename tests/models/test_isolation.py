@@ -198,3 +198,11 @@ def test_a_checkpointed_function_may_be_recomputed_twice() -> None:
     y = checkpoint(torch.sin, x, use_reentrant=False, context_fn=keep_layout_on_recompute).sum()
     first = torch.autograd.grad(y, x, retain_graph=True)[0]
     torch.testing.assert_close(torch.autograd.grad(y, x)[0], first)
+
+
+def test_logits_that_are_not_finite_are_left_to_the_first_step() -> None:
+    model = tiny_model("llama")
+    model.set_attn_implementation(implementation_for(type(model), model.config))
+    with torch.no_grad():
+        model.get_output_embeddings().weight.fill_(float("nan"))
+    assert isolate_samples(model, torch.float32, is_sharded=False).apart == {}

@@ -22,7 +22,6 @@ from tests.support.quantised import (
     edit_config,
     edit_tensors,
     read_by_transformers,
-    release,
     split_scales,
 )
 
@@ -31,18 +30,6 @@ LORA = LoraSettings(rank=2, alpha=4, targets=("attention",))
 TRAINED = [name for name, about in RELEASES.items() if about.kind != "gpt_oss"]
 PROGRAM = Path(__file__).with_name("quantised_ranks.py")
 BROKEN = "model.layers.1.mlp.down_proj.weight"
-
-
-@pytest.fixture(scope="module")
-def released(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    root = tmp_path_factory.mktemp("released")
-
-    def get(name: str) -> Path:
-        if name.startswith("int"):
-            pytest.importorskip("compressed_tensors")
-        return root / name if (root / name).exists() else release(name, root / name)
-
-    return get
 
 
 def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor], dtype: torch.dtype) -> None:

@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 from surefoot.models.build import BuiltModel, build_model, build_without_storage
 from surefoot.models.lora import LoraSettings
 from surefoot.models.lora_linear import LoraLinear
-from surefoot.models.quantization.base import FLOAT, FrozenLinear, format_of, stored_weight
+from surefoot.models.quantization.base import FLOAT, FrozenLinear, format_of, keep_stored, stored_weight
 from surefoot.planner.sizes import count_sizes
 from tests.support.int8_format import INT8, STORED, is_stored, loss_and_gradients, write_as_read
 
@@ -107,6 +107,19 @@ def test_two_ranks_compute_what_one_does(
     assert found.keys() == gradients.keys()
     for name, gradient in found.items():  # both ranks train on the same batch
         torch.testing.assert_close(gradient, 2 * gradients[name], atol=1e-6, rtol=1e-4)
+
+
+def test_models_may_add_to_the_output_of_a_stored_layer_in_place() -> None:
+    """Llama 4 adds its experts' output to that of its shared expert."""
+    layer = nn.Linear(6, 4)
+    keep_stored(layer, "weight", INT8)
+    states = torch.randn(1, 3, 6, requires_grad=True)
+    output = layer(states)
+    output += 1.0
+    output.sum().backward()
+    wanted = INT8.read(stored_weight(layer, "weight"), torch.float32).sum(0)
+    assert states.grad is not None
+    torch.testing.assert_close(states.grad, wanted.expand(1, 3, 6))
 
 
 def test_a_module_keeps_its_names_and_its_kind(model_folder: Callable[[str], Path]) -> None:

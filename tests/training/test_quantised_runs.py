@@ -22,20 +22,8 @@ from surefoot.models.resolve_model import weight_files
 from surefoot.training.checkpoint import list_checkpoints
 from surefoot.training.sharded_tensors import ShardedTensors
 from tests.support.adapters import logits_of, save, trained_model
-from tests.support.quantised import RELEASES, edit_tensors, make_wide_model, read_by_transformers, release, split_scales
+from tests.support.quantised import RELEASES, edit_tensors, make_wide_model, read_by_transformers, split_scales
 from tests.support.runs import SignalAfter, assert_same_run, numbers, settings_of, train_with
-
-
-@pytest.fixture(scope="module")
-def released(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    root = tmp_path_factory.mktemp("released")
-
-    def get(name: str) -> Path:
-        if name.startswith("int"):
-            pytest.importorskip("compressed_tensors")
-        return root / name if (root / name).exists() else release(name, root / name)
-
-    return get
 
 
 def assert_is_plain_bfloat16(folder: Path) -> None:

@@ -22,7 +22,8 @@ from surefoot.data.conversation import BadRow
 from surefoot.data.image_processor import PixelReader
 from surefoot.data.images import Image, ImageSettings, find_image, open_image
 from surefoot.data.model_processor import GRID
-from surefoot.data.render import Renderer, RendererSource
+from surefoot.data.render import Renderer
+from surefoot.data.renderer_source import RendererSource
 from surefoot.data.row_formats import FormatSpec, Reader, format_of
 from surefoot.errors import DataError
 from tests.support.vision import draw, image_processor, make_processor, vision_tokenizer

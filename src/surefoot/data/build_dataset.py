@@ -24,7 +24,7 @@ from surefoot.data.model_processor import (
     vision_class,
 )
 from surefoot.data.prepare_pool import OnProgress, PrepareOptions
-from surefoot.data.render import TEXT_ONLY, RendererSource
+from surefoot.data.renderer_source import TEXT_ONLY, RendererSource
 from surefoot.data.sample_selection import SampleOptions
 from surefoot.data.sources import Source, find_sources, is_of_hub, may_list
 from surefoot.errors import ConfigError, DataError

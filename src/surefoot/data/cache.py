@@ -27,7 +27,7 @@ import transformers
 
 from surefoot.data.conversation import BadRow
 from surefoot.data.file_readers import CHUNK_BYTES, CHUNK_ROWS, Chunk, ChunkReader, Scan, scan
-from surefoot.data.render import TEXT_ONLY, RendererSource
+from surefoot.data.renderer_source import RendererSource
 from surefoot.data.row_formats import FormatSpec, format_of
 from surefoot.data.rows import MAX_ROW_BYTES
 from surefoot.data.shard import Shard
@@ -202,18 +202,9 @@ def _detect_format(path: Path, name: str, spec: FormatSpec, chunks: Sequence[Chu
     raise DataError(f"dataset {path} holds no rows.")
 
 
-TEXT_ONLY_IN_KEYS = "this model reads text only; Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE read images"
-"""What `TEXT_ONLY` was in earlier versions: keys hold it, and must not change with its words."""
-
-
 def renderer_key(source: RendererSource) -> str:
     """Return a hash over everything that affects rendering and tokenising, library versions included."""
     values: dict[str, Any] = {**asdict(source), "versions": [transformers.__version__, tokenizers.__version__]}
-    values["why_blind"] = values.pop("no_vision_reason")  # its name in the keys of earlier versions, which stay valid
-    if source.no_vision_reason == TEXT_ONLY:
-        values["why_blind"] = TEXT_ONLY_IN_KEYS
-    if source.images is not None and source.images.processor is None:  # they had no such settings
-        values["images"] = {name: value for name, value in values["images"].items() if "processor" not in name}
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -20,7 +20,7 @@ from surefoot.data.cache import CachedFile, renderer_key
 from surefoot.data.file_readers import can_be_entered
 from surefoot.data.images import Image
 from surefoot.data.prepare_pool import Preparation, PrepareOptions
-from surefoot.data.render import RendererSource
+from surefoot.data.renderer_source import RendererSource
 from surefoot.data.sample_selection import (
     ChunkSamples,
     SampleOptions,

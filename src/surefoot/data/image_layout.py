@@ -37,8 +37,8 @@ class ImageLayout:
 
         `folder`: that of the row's file. Raises: BadRow, StorageError; DataError for a processor that cannot be used.
         """
-        found = [find_picture(source, folder, settings) for source in sources]
-        pictures = [limit_pixels(picture, settings) for _, picture in found]
+        sources_read = [find_picture(source, folder, settings) for source in sources]
+        pictures = [limit_pixels(picture, settings) for _, picture in sources_read]
         sizes = tuple(picture.size for picture in pictures)
         measures = self._measures.get(sizes)
         if measures is None:
@@ -52,6 +52,6 @@ class ImageLayout:
             picture.close()
         images = [
             replace(image, rows=measure.rows, columns=measure.columns)
-            for (image, _), measure in zip(found, measures, strict=True)
+            for (image, _), measure in zip(sources_read, measures, strict=True)
         ]
         return tuple(images), [measure.text for measure in measures]

@@ -43,7 +43,7 @@ BLANK_SIDE = 32
 
 @dataclass(frozen=True)
 class ImageMeasure:
-    """What a picture takes in a prompt."""
+    """The text and the tokens of a picture in a prompt."""
 
     text: str
     rows: int

@@ -22,7 +22,7 @@ from surefoot.data.cache import CachedFile
 from surefoot.data.file_readers import Chunk
 from surefoot.data.images import NOT_FETCHED
 from surefoot.data.prepare_worker import Preparer
-from surefoot.data.render import RendererSource
+from surefoot.data.renderer_source import RendererSource
 from surefoot.data.template_process import TEMPLATE_PROCESS
 from surefoot.errors import DataError, SurefootError
 from surefoot.system.compute_limits import STUCK_SIGNAL

@@ -23,7 +23,8 @@ from surefoot.data.cache import FileRecipe, stamp_of
 from surefoot.data.conversation import BadRow, Conversation
 from surefoot.data.file_readers import Chunk, ChunkReader
 from surefoot.data.images import BadImage, ImageSettings
-from surefoot.data.render import Renderer, RendererSource
+from surefoot.data.render import Renderer
+from surefoot.data.renderer_source import RendererSource
 from surefoot.data.row_formats import Reader
 from surefoot.data.rows import Row
 from surefoot.data.shard import ShardRow, ShardWriter

@@ -1,10 +1,7 @@
 """Tokenisation of rendered texts into token ids and trained spans. Independent of files, order and batches."""
 
-import hashlib
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property
@@ -19,24 +16,16 @@ from transformers import PreTrainedTokenizerBase
 
 from surefoot.data.conversation import BadRow, Conversation, Message
 from surefoot.data.image_text import insert_image_texts, wrong_number_of_images
-from surefoot.data.images import Image, ImageSettings, find_image
+from surefoot.data.images import Image, find_image
 from surefoot.data.oddities import Oddity
+from surefoot.data.renderer_source import RendererSource, build_template_source, is_fault, tokenizer_faults
 from surefoot.data.template import ChatTemplate, Span, Text
 from surefoot.data.template_process import TEMPLATE_PROCESS
-from surefoot.data.template_source import Template, TemplateSource
-from surefoot.errors import DataError, ModelError, is_panic
-from surefoot.system.atomic_io import cache_folder, write_bytes
-from surefoot.system.json_files import DamagedFile, read_object
+from surefoot.data.template_source import Template
+from surefoot.errors import DataError, ModelError
 
 if TYPE_CHECKING:
     from surefoot.data.image_layout import ImageLayout
-
-TEXT_ONLY = "this model reads text only; take a model that reads images, such as Qwen3-VL or InternVL"
-
-
-TODAY = re.compile(r"strftime_now\(\s*(?P<quote>['\"])(?P<format>.*?)(?P=quote)\s*\)")
-LOOKS_SPECIAL = re.compile(r"^<[|｜].+[|｜]>$")  # noqa: RUF001 - DeepSeek writes a wide bar
-"""Pattern of control tokens such as Qwen's `<|fim_prefix|>`, which its tokenizer does not mark as special."""
 
 
 @dataclass(frozen=True)
@@ -61,56 +50,6 @@ class Rendered:
         return int.from_bytes(hashed.digest(), "little")
 
 
-@dataclass(frozen=True)
-class RendererSource:
-    """A tokenizer and its template as plain data, for worker processes and the cache key."""
-
-    template: TemplateSource
-    tokenizer_sha256: str
-    bos_id: int | None
-    images: ImageSettings | None = None
-    """Image settings; None if images cannot be read."""
-    no_vision_reason: str = TEXT_ONLY
-    """Reason why images cannot be read."""
-
-    @property
-    def tokenizer_file(self) -> Path:
-        """Path of the cached tokenizer, which workers read: as a Python string it would take several times its size."""
-        return cache_folder() / "data" / "tokenizers" / f"{self.tokenizer_sha256}.json"
-
-    @staticmethod
-    def of(
-        tokenizer: PreTrainedTokenizerBase,
-        kwargs: dict[str, Any],
-        *,
-        parse_special_tokens: bool,
-        today: date = date(2024, 7, 26),
-        images: ImageSettings | None = None,
-        no_vision_reason: str = TEXT_ONLY,
-    ) -> "RendererSource":
-        """Build the source and store the tokenizer in the cache. Raises: DataError for an unusable tokenizer."""
-        if not tokenizer.is_fast:
-            raise DataError(
-                f"{type(tokenizer).__name__} is a slow tokenizer without character offsets; a fast one is needed."
-            )
-        if tokenizer.eos_token is None:
-            raise DataError("the tokenizer names no end-of-sequence token, so completions could never end.")
-        with _tokenizer_faults():
-            backend = tokenizer.backend_tokenizer
-            if backend.truncation is not None or backend.padding is not None:
-                backend = Tokenizer.from_str(backend.to_str())
-                backend.no_truncation()
-                backend.no_padding()
-            content = backend.to_str().encode()
-            template = _build_template_source(tokenizer, kwargs, today, parse_special_tokens=parse_special_tokens)
-        source = RendererSource(
-            template, hashlib.sha256(content).hexdigest(), tokenizer.bos_token_id, images, no_vision_reason
-        )
-        if not source.tokenizer_file.is_file():
-            write_bytes(source.tokenizer_file, content)
-        return source
-
-
 def answer_ends(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None = None) -> frozenset[int]:
     """Return the tokens with which the chat template ends an answer, as they are trained; empty without a template.
 
@@ -120,10 +59,8 @@ def answer_ends(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | 
     if tokenizer.chat_template is None:
         return frozenset()
     try:
-        with _tokenizer_faults():
-            source = _build_template_source(
-                tokenizer, dict(kwargs or {}), date(2024, 7, 26), parse_special_tokens=False
-            )
+        with tokenizer_faults():
+            source = build_template_source(tokenizer, dict(kwargs or {}), date(2024, 7, 26), parse_special_tokens=False)
         ends = ChatTemplate(source).ends
     except DataError:  # reported where conversations are trained or generated
         return frozenset()
@@ -142,7 +79,7 @@ def tokenize_prompts(
     if tokenizer.chat_template is None:
         raise ModelError("the model's tokenizer has no chat template, so it cannot be talked to in turns.")
     try:
-        template = Template(_build_template_source(tokenizer, {}, date.today(), parse_special_tokens=False))
+        template = Template(build_template_source(tokenizer, {}, date.today(), parse_special_tokens=False))
         texts = [template.render([_read_turn(**turn) for turn in turns], (), add_generation_prompt=True)
                  for turns in conversations]  # fmt: skip
     except (BadRow, DataError) as error:
@@ -151,7 +88,7 @@ def tokenize_prompts(
         ) from error
     finally:
         TEMPLATE_PROCESS.end()
-    with _tokenizer_faults():
+    with tokenizer_faults():
         prompts: list[list[int]] = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     if not all(prompts):
         raise ModelError(
@@ -165,80 +102,13 @@ def _read_turn(role: Any, content: str, **others: Any) -> Message:
     return Message(role, content, others=others)
 
 
-def _build_template_source(
-    tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any], today: date, *, parse_special_tokens: bool
-) -> TemplateSource:
-    begins = tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
-    has_template = tokenizer.chat_template is not None
-    return TemplateSource(
-        template=_get_template(tokenizer, None, today) if has_template else None,
-        tool_template=_get_template(tokenizer, [], today) if has_template else None,
-        special_tokens=dict(tokenizer.special_tokens_map),
-        controls=tuple(
-            sorted(
-                token.content
-                for token in tokenizer.added_tokens_decoder.values()
-                if token.special or LOOKS_SPECIAL.match(token.content)
-            )
-        ),
-        eos=str(tokenizer.eos_token),
-        plain_start=str(tokenizer.bos_token) if begins else "",
-        kwargs=kwargs,
-        parse_special_tokens=parse_special_tokens,
-        generation_ends=_read_generation_ends(tokenizer),
-    )
-
-
-def _read_generation_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Return the special tokens at which the generation_config.json beside the tokenizer ends an answer."""
-    path = Path(tokenizer.name_or_path) / "generation_config.json"
-    if not tokenizer.name_or_path or not path.is_file():
-        return ()
-    try:
-        ends = read_object(path).get("eos_token_id")
-    except DamagedFile as error:
-        raise DataError(f"{error}. Take the file of the model's release") from error
-    named = tokenizer.added_tokens_decoder
-    return tuple(named[end].content for end in (ends if isinstance(ends, list) else [ends]) if end in named)
-
-
-def _get_template(tokenizer: PreTrainedTokenizerBase, tools: list[Any] | None, today: date) -> str:
-    """Return the chat template, with `today` in place of the current date so that runs are reproducible."""
-    try:
-        template: str = tokenizer.get_chat_template(tools=tools)
-    except ValueError as error:
-        names = ", ".join(sorted(tokenizer.chat_template)) if isinstance(tokenizer.chat_template, dict) else "several"
-        raise DataError(
-            f"the tokenizer has the chat templates {names}, and none is the default. Give one with chat_template"
-        ) from error
-    return TODAY.sub(lambda match: json.dumps(today.strftime(match["format"])), template)
-
-
-def _is_fault(error: BaseException) -> bool:
-    """Return whether the tokenizers library raised it: Exception itself, or a panic."""
-    return type(error) is Exception or is_panic(error)
-
-
-@contextmanager
-def _tokenizer_faults() -> Iterator[None]:
-    """Turn what the tokenizers library raises for an unusable tokenizer into a DataError."""
-    try:
-        yield
-    except BaseException as error:
-        if not _is_fault(error):
-            raise
-        raise DataError(
-            f"the model's tokenizer cannot be used: {str(error)[:200]}. Take the tokenizer.json of the model's release."
-        ) from error
-
-
 class Renderer:
     """A renderer and tokeniser of conversations, with one tokenizer and its chat template."""
 
     def __init__(self, source: RendererSource) -> None:
         self._source = source
         self.template = ChatTemplate(source.template)
-        with _tokenizer_faults():
+        with tokenizer_faults():
             self._tokenizer = Tokenizer.from_buffer(source.tokenizer_file.read_bytes())
 
     @cached_property
@@ -247,7 +117,7 @@ class Renderer:
         content = json.loads(self._source.tokenizer_file.read_text("utf-8"))
         for token in content["added_tokens"]:
             token["special"] = token["special"] or token["content"] in self._source.template.controls
-        with _tokenizer_faults():
+        with tokenizer_faults():
             tokenizer = Tokenizer.from_str(json.dumps(content))
         tokenizer.encode_special_tokens = True
         return tokenizer
@@ -259,7 +129,7 @@ class Renderer:
         pieces = [("one two", False)]
         for control in controls:
             pieces += [(control, True), ("three\n four", False), (control, True), (" five", False)]
-        with _tokenizer_faults():
+        with tokenizer_faults():
             expected = self._tokenizer.encode("".join(piece for piece, _ in pieces), add_special_tokens=False)
             return [
                 token for piece, is_control in pieces for token in self._encode_piece(piece, is_control)[0]
@@ -308,7 +178,7 @@ class Renderer:
                 ids, spans = encoding.ids, tuple(self._convert_span(encoding, span) for span in text.spans)
                 bounds = encoding.offsets if with_bounds else None
             elif self._can_tokenize_pieces:
-                with _tokenizer_faults():
+                with tokenizer_faults():
                     ids, bounds = self._tokenize_pieces(text.pieces)
                 spans = tuple(_find_overlap(bounds, span) for span in text.spans)
             else:
@@ -335,7 +205,7 @@ class Renderer:
         try:
             return list(self._tokenizer.encode_batch(texts, add_special_tokens=False))
         except BaseException as error:
-            if not _is_fault(error):
+            if not is_fault(error):
                 raise
             if len(texts) == 1:
                 return [BadRow(f"the tokenizer fails on its text: {str(error)[:200]}")]

@@ -19,17 +19,17 @@ class TurnEnds:
     written: tuple[str, ...]
     """Texts that end a turn: one special token, or several without anything between them."""
     unwritten: Mapping[bool, str]
-    """By `is_call`: what ends a turn where the template writes it only when another message follows."""
+    """The end of a turn, by `is_call`, where the template writes it only when another message follows."""
     last: tuple[str, ...]
     """Tokens that end the last turn, at which a model stops."""
     header: str
-    """What the template writes before a plain answer: its generation prompt."""
+    """The generation prompt, which the template writes before a plain answer."""
 
     def find_first(self, text: str, begin: int, end: int) -> int:
         """Return where the first end of a turn within `[begin, end)` ends; 0 without one."""
-        found = [(at, at + len(token)) for token in self.written if (at := text.find(token, begin, end)) >= 0]
-        first = min((at for at, _ in found), default=0)
-        return max((stop for at, stop in found if at == first), default=0)
+        matches = [(at, at + len(token)) for token in self.written if (at := text.find(token, begin, end)) >= 0]
+        first = min((at for at, _ in matches), default=0)
+        return max((stop for at, stop in matches if at == first), default=0)
 
     def find_last(self, text: str, begin: int, end: int) -> int:
         """Return where the last end of a turn within `[begin, end)` ends, less ends that directly follow another."""
@@ -110,14 +110,14 @@ def _find_run(template: Template, text: str) -> list[str]:
     return run
 
 
-def _end_of_last_call(template: Template, known: set[str]) -> str:
-    """Return what ends a call when nothing follows: a known end of a turn, or else the last special token."""
+def _end_of_last_call(template: Template, turn_ends: set[str]) -> str:
+    """Return what ends a call when nothing follows: an end of a turn, or else the last special token."""
     text = template.try_render(PLAIN_CALL[:2], (PLAIN_TOOL,)) or ""
     tail = text[text.rfind("V1") :].rstrip() if "V1" in text else ""
     tokens: list[str] = template.control.findall(tail)
     if not tokens or not tail.endswith(tokens[-1]):
         return ""
-    return next((token for token in tokens if token in known), tokens[-1])
+    return next((token for token in tokens if token in turn_ends), tokens[-1])
 
 
 def _find_unwritten_end(

@@ -153,9 +153,9 @@ class TurnFinder:
             self.text += token
             end = len(self.text)
         if not end:
-            known = " or ".join(self._ends.written) or "a special token"
+            ends = " or ".join(self._ends.written) or "a special token"
             raise BadRow(
-                f"the chat template writes no end-of-turn token ({known}) after message {index + 1}, so the trained "
+                f"the chat template writes no end-of-turn token ({ends}) after message {index + 1}, so the trained "
                 "part has no end. Give another one with chat_template"
             )
         return end

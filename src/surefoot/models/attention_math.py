@@ -19,7 +19,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 @dataclass(frozen=True)
 class AttentionTerms:
-    """What a model adds to the scores of its attention."""
+    """The terms that a model adds to the scores of its attention."""
 
     scaling: float | None = None
     """Factor of the scores; None for 1 / sqrt(D)."""

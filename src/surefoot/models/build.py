@@ -23,7 +23,7 @@ from transformers.initialization import no_init_weights
 from surefoot.errors import ModelError
 from surefoot.models import attention, experts, vision
 from surefoot.models.checkpoint_weights import CheckpointWeights, check_weights_fill
-from surefoot.models.decoder_layers import decoder_layers
+from surefoot.models.decoder_layers import class_name, decoder_layers
 from surefoot.models.dtensor_blocks import load_full
 from surefoot.models.isolation import Isolation, isolate_samples
 from surefoot.models.lora import LoraSettings, LoraTargets, attach, initial_value, is_lora
@@ -215,7 +215,7 @@ def _prepare_for_training(
     routing = RoutingRecorder(model)
     if gradient_checkpointing and not model.supports_gradient_checkpointing:
         raise ModelError(
-            f"gradient_checkpointing: transformers' {type(model).__name__} cannot recompute its layers. "
+            f"gradient_checkpointing: transformers' {class_name(model)} cannot recompute its layers. "
             "Set gradient_checkpointing: false."
         )
     if gradient_checkpointing:

@@ -1,7 +1,12 @@
-"""A model's decoder and its layers, whatever its class calls them."""
+"""A model's class, decoder and layers, whatever they are called."""
 
 from torch import nn
 from transformers import PreTrainedModel
+
+
+def class_name(model: PreTrainedModel) -> str:
+    """Return the name of a model's class in transformers, for messages: sharding makes a subclass of it."""
+    return type(model).__name__.removeprefix("FSDP")
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel
 
 from surefoot.errors import ModelError
 from surefoot.models.attention import can_share_prefixes, own_implementation
-from surefoot.models.decoder_layers import body_of, decoder_layers, decoder_of
+from surefoot.models.decoder_layers import body_of, class_name, decoder_layers, decoder_of
 from surefoot.models.expert_layouts import is_fused_experts
 from surefoot.models.per_sample import CallShapes, run_per_sample, run_whole, same_rows
 from surefoot.models.routing import router_names
@@ -45,6 +46,10 @@ MOST_TOKENS = 1000
 """Number of tokens of the vocabulary that the probe draws from."""
 LONGEST_POSITION_ROPE = ("dynamic", "longrope")
 """Kinds of RoPE whose frequencies depend on the longest position of a forward."""
+
+
+class MissingKernelError(Exception):
+    """A kernel that would be told where samples end is not installed. The message is the name of its package."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class Isolation:
 def isolate_samples(model: PreTrainedModel, dtype: torch.dtype, *, is_sharded: bool) -> Isolation:
     """Make the samples of a row independent of each other in every layer, and check that they are. Collective.
 
-    Costs three forwards of a few tokens. The model has its weights, computes in `dtype`, and is not compiled yet.
+    Costs three or four forwards of about 23 tokens. The model has its weights, computes in `dtype` and is not compiled.
     Raises: ModelError if samples still mix.
     """
     arguments = accept_samples(model)
@@ -94,9 +99,10 @@ def isolate_samples(model: PreTrainedModel, dtype: torch.dtype, *, is_sharded: b
         difference = probe.measure_mixing(is_changed=True)
     if difference > probe.tolerance:
         raise ModelError(
-            f"{type(model).__name__} mixes samples that share a row: alone, the logits of a sample differ by "
+            f"{class_name(model)} mixes samples that share a row: alone, the logits of a sample differ by "
             f"{difference:.1e} of their norm, and no layer that could be run once per sample explains it. Models "
-            "without experts are then run once per sample as a whole, which needs a single process."
+            "without experts are then run once per sample as a whole, which needs a single process: set "
+            "nproc_per_node: 1, or take another model."
         )
     return Isolation(dict(Counter(type(module).__name__ for module in apart)), missing_kernels)
 
@@ -124,24 +130,21 @@ def _tell_kernels(probe: "_Probe", arguments: SampleArguments) -> str | None:
     arguments.tells_kernels = True
     try:
         probe.run_row()
-    except ValueError as error:  # transformers' substitute for a kernel would mix the samples, and says so
-        missing = MISSING_KERNELS.search(str(error))
-        if missing is None:
-            raise
+    except MissingKernelError as error:
         arguments.tells_kernels = False
-        return missing[1].replace("_", "-")
+        return str(error)
     return None
 
 
 def _find_rotary(decoder: nn.Module) -> dict[str, CallShapes]:
     """Return position embeddings of which one long sample would change those of its whole row."""
-    found = {}
+    rotary = {}
     for name, module in decoder.named_modules():
         kinds = getattr(module, "rope_type", None)
         used = kinds.values() if isinstance(kinds, dict) else [kinds]
         if any(isinstance(kind, str) and any(part in kind for part in LONGEST_POSITION_ROPE) for kind in used):
-            found[name] = CallShapes.of_position_embedding()
-    return found
+            rotary[name] = CallShapes.of_position_embedding()
+    return rotary
 
 
 class _Probe:
@@ -203,7 +206,9 @@ class _Probe:
         lengths = self._samples.lengths
         together = (self.run_row() if is_changed else self._together).split(lengths)
         alone = [self._run_alone(ids) for ids in self._ids.split(lengths)]
-        return max(float((both - one).norm() / one.norm()) for both, one in zip(together, alone, strict=True))
+        differences = [float((row - own).norm() / own.norm()) for row, own in zip(together, alone, strict=True)]
+        # Logits that are not finite tell nothing about samples. The first step names what they come from.
+        return max(differences) if all(map(isfinite, differences)) else 0.0
 
     @contextmanager
     def _forward_errors(self, ids: Tensor) -> Iterator[None]:
@@ -213,11 +218,11 @@ class _Probe:
         except torch.OutOfMemoryError:
             raise
         except (IndexError, RuntimeError, ValueError) as error:
-            if MISSING_KERNELS.search(str(error)):
-                raise
+            if missing := MISSING_KERNELS.search(str(error)):
+                raise MissingKernelError(missing[1].replace("_", "-")) from error
             raise ModelError(
-                f"{type(self._model).__name__} cannot be run on a row of {len(ids)} tokens: "
-                f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+                f"{class_name(self._model)} cannot be run on a row of {len(ids)} tokens: "
+                f"{type(error).__name__}: {str(error).splitlines()[0][:200]}. Train a model that transformers runs."
             ) from error
 
     @torch.no_grad()
@@ -295,7 +300,7 @@ class _PartObserver:
             except (IndexError, RuntimeError):
                 return True  # it was given the numbers of tokens of the whole row
             together = self.shapes.rows(output, span)
-            if not all(_are_equal(both, one) for both, one in zip(*map(self._rows, (together, alone)), strict=True)):
+            if not all(map(_are_equal, self._rows(together), self._rows(alone))):
                 return True
         return self._is_unknown and self._reads_other_tokens(module, args, kwargs, output)
 

@@ -26,7 +26,7 @@ def create_parameter(*shape: int) -> nn.Parameter:
 
 
 class _LowRank(nn.Module):
-    """What an adapted layer has beside its weight: `lora_A [r, in]` and `lora_B [out, r]`."""
+    """A layer with `lora_A [r, in]` and `lora_B [out, r]` beside its weight."""
 
     weight: Tensor
     bias: Any

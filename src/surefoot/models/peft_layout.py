@@ -161,13 +161,13 @@ class PeftLayout:
 
 def find_unreadable(model: PreTrainedModel, targets: Iterable[str]) -> list[str]:
     """Return the targets in a model that PEFT has no way to adapt, so that it refuses their adapter."""
-    layout, stacks, found = PeftLayout(model), dict(expert_stacks(model)), find_targets(model, targets)
-    refused = {name for name in found.linears if name.rpartition(".")[2] in REFUSED.get(model.config.model_type, ())}
+    layout, stacks, adapted = PeftLayout(model), dict(expert_stacks(model)), find_targets(model, targets)
+    refused = {name for name in adapted.linears if name.rpartition(".")[2] in REFUSED.get(model.config.model_type, ())}
     # PEFT takes a matrix for one layer.
-    refused |= {name for name in found.experts if getattr(stacks[name].owner, stacks[name].leaf).dim() != 3}
-    modules = {name: name for name in found.linears} | {name: name.rpartition(".")[0] for name in found.experts}
+    refused |= {name for name in adapted.experts if getattr(stacks[name].owner, stacks[name].leaf).dim() != 3}
+    modules = {name: name for name in adapted.linears} | {name: name.rpartition(".")[0] for name in adapted.experts}
     if not modules:  # an adapter without LoRA
-        return found.routers
+        return adapted.routers
     return [name for name, module in modules.items() if name in refused or not layout.can_represent(module)]
 
 

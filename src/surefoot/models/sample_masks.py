@@ -1,4 +1,4 @@
-"""What a token of a sample sees, as a model's mask functions describe it.
+"""Masks of samples: the tokens that each token sees, as a model's mask functions describe them.
 
 transformers describes a mask by functions of two positions and builds a tensor from them. Here causal, windowed and
 chunked masks stay a description, from which attention over packed samples works without a tensor; every other mask is
@@ -85,17 +85,17 @@ class SampleMask:
 
     def allowed_after(self, before: int, length: int, device: torch.device) -> Tensor:
         """Return which tokens are seen by the tokens after the first `before`: bool [length, before + length]."""
-        seen = torch.arange(before + length, device=device)
-        at = seen[before:, None]
-        blocks = self.blocks if self.blocks is not None else torch.full_like(seen, -1)
+        keys = torch.arange(before + length, device=device)
+        at = keys[before:, None]
+        blocks = self.blocks if self.blocks is not None else torch.full_like(keys, -1)
         is_same_block = (blocks[before:, None] == blocks) & (blocks >= 0)
-        allowed = at >= seen
+        allowed = at >= keys
         if self.are_blocks_windowed:
             allowed |= is_same_block
         if self.window:
-            allowed &= at - seen < self.window
+            allowed &= at - keys < self.window
         if self.chunk:
-            allowed &= at // self.chunk == seen // self.chunk
+            allowed &= at // self.chunk == keys // self.chunk
         return allowed if self.are_blocks_windowed else allowed | is_same_block
 
 

@@ -31,7 +31,7 @@ from surefoot.models.pretrained import meta_model
 
 @dataclass(frozen=True)
 class Place:
-    """Where a stored tensor belongs in the model."""
+    """The place of a stored tensor in the model."""
 
     stored: str
     """Its name in the file."""

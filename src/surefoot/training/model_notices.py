@@ -1,4 +1,4 @@
-"""What a user may want to know about the model of a run, in a line each."""
+"""Notices about the model of a run, in a line each."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -13,7 +13,7 @@ from surefoot.data.build_dataset import sources_of
 from surefoot.data.conversation import BadRow, Conversation
 from surefoot.data.file_readers import stream_chunks
 from surefoot.data.model_processor import vision_class
-from surefoot.data.render import TEXT_ONLY, RendererSource
+from surefoot.data.renderer_source import TEXT_ONLY, RendererSource
 from surefoot.data.row_formats import Reader, format_of
 from surefoot.data.sources import Source, is_of_hub
 from surefoot.data.template import ChatTemplate

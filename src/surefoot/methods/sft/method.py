@@ -25,7 +25,7 @@ from surefoot.methods.base import (
 )
 from surefoot.methods.token_loss import TokenLoss, dummy_inputs, eval_no_grad, has_values, vision_inputs
 from surefoot.models.build import BuiltModel, meta_model
-from surefoot.models.decoder_layers import body_of
+from surefoot.models.decoder_layers import body_of, class_name
 from surefoot.models.routing import (
     LayerRouting,
     check_recorded,
@@ -39,7 +39,7 @@ def check_routers(aux_loss_coef: float, model: PreTrainedModel) -> None:
     """Raise ModelError if there is a load-balancing loss and no router to balance."""
     if aux_loss_coef and not router_names(model):
         raise ModelError(
-            f"router_aux_loss_coef={aux_loss_coef}, but {type(model).__name__} has no routers to balance. Drop it."
+            f"router_aux_loss_coef={aux_loss_coef}, but {class_name(model)} has no routers to balance. Drop it."
         )
 
 

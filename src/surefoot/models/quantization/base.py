@@ -132,21 +132,24 @@ class FrozenLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if format_of(self) is FLOAT:
             return F.linear(input, self.weight, self.bias)
-        return _FrozenLinear.apply(input, self.bias, format_of(self), *stored_weight(self, "weight"))  # type: ignore[no-any-return,no-untyped-call]
+        # The function's own output must not be a view: models add to it in place.
+        rows = _FrozenLinear.apply(  # type: ignore[no-untyped-call]
+            input.reshape(-1, input.shape[-1]), self.bias, format_of(self), *stored_weight(self, "weight")
+        )
+        return rows.view(*input.shape[:-1], rows.shape[-1])  # type: ignore[no-any-return]
 
 
 class _FrozenLinear(torch.autograd.Function):
     """y = x W^T + b, of which only the gradient by x is computed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, weight_format: WeightFormat, *stored: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, bias: Tensor | None, weight_format: WeightFormat, *stored: Tensor) -> Tensor:
         ctx.save_for_backward(*stored)
         ctx.weight_format = weight_format
-        return weight_format.linear(x.reshape(-1, x.shape[-1]), stored, bias).view(*x.shape[:-1], -1)
+        return weight_format.linear(rows, stored, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor | None, ...]:
         stored = ctx.saved_tensors
-        rows = ctx.weight_format.linear_dx(d_y.reshape(-1, d_y.shape[-1]), stored)
-        return (rows.view(*d_y.shape[:-1], -1), None, None, *(None for _ in stored))
+        return (ctx.weight_format.linear_dx(d_rows, stored), None, None, *(None for _ in stored))

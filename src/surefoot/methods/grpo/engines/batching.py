@@ -20,18 +20,16 @@ PROBE_TOKENS = 2
 """Number of tokens that are generated after each prompt of the probe."""
 MOST_TOKENS = 1000
 """Number of tokens of the vocabulary that the probe draws from."""
-
-
 NO_TOKENS = torch.empty(1, 0, dtype=torch.long)
 
 
 class Batching(Enum):
-    """What the completions of a batch must have in common. The value: the probe's prompts of such a batch."""
+    """Condition on the completions of a batch. The value: the probe's prompts of such a batch."""
 
     ANY_PROMPTS = (0, 1)
-    """Nothing: the model ignores padding."""
+    """No condition: the model ignores padding."""
     EQUAL_LENGTHS = (1, 2)
-    """The length of their prompts: padding would change the states of the model."""
+    """Their prompts have one length: padding would change the states of the model."""
     ONE_BY_ONE = (1,)
     """A batch is one completion: the model keeps states outside its cache."""
 

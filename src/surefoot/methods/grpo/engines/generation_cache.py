@@ -10,12 +10,13 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionCacheLayerMixin
 
 from surefoot.errors import ModelError
+from surefoot.models.decoder_layers import class_name
 
 REMEDY = "Set rollout_engine: vllm if vLLM serves this model."
 CACHE_ARGUMENTS = ("past_key_values", "cache_params", "state")
 """Names of the cache in the forwards of models and in their outputs: of most, of Mamba's, of RWKV's."""
 WITHOUT_ATTENTION = {"cache_params", "state"}
-"""Those of models without attention. Their mask tells padding, and a token after a prompt is none."""
+"""Names in models without attention. Their mask tells padding, and a token after a prompt is none."""
 CACHE_OBJECTS = (Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin, DummyLayer)
 """Classes whose attributes are parts of a cache."""
 BATCH_DIMENSIONS = {"indexer_position_ids": 1}
@@ -32,7 +33,7 @@ def cache_argument(model: PreTrainedModel) -> str:
         if name in parameters:
             return name
     raise ModelError(
-        f"rollout_engine: local cannot generate with {type(model).__name__}: its forward takes no cache "
+        f"rollout_engine: local cannot generate with {class_name(model)}: its forward takes no cache "
         f"({', '.join(CACHE_ARGUMENTS)}). {REMEDY}"
     )
 
@@ -43,7 +44,7 @@ def cache_of(model: PreTrainedModel, output: Mapping[str, Any]) -> Any:
     cache = output.get(name)
     if cache is None:
         raise ModelError(
-            f"rollout_engine: local cannot generate with {type(model).__name__}: its forward returns no {name} with "
+            f"rollout_engine: local cannot generate with {class_name(model)}: its forward returns no {name} with "
             f"use_cache=True. {REMEDY}"
         )
     return cache

@@ -34,6 +34,7 @@ from surefoot.methods.grpo.engines.generation_cache import (
 )
 from surefoot.methods.grpo.engines.row_sampler import RowSampler
 from surefoot.methods.grpo.types import Completion, Request, Sampling, Wait
+from surefoot.models.decoder_layers import class_name
 from surefoot.models.generate import generating
 from surefoot.models.routing import LayerRouting, RoutingRecorder
 from surefoot.models.vision import embed_images, image_tokens
@@ -100,7 +101,7 @@ class LocalEngine:
                     self._read_probe,
                     vocabulary,
                     lambda holds: self._ranks.sum([holds])[0] == self._ranks.size,
-                    type(self._model).__name__,
+                    class_name(self._model),
                 )
             finally:
                 reshard(self._model)
@@ -291,7 +292,7 @@ def _stack_experts(layers: Sequence[LayerRouting]) -> Tensor:
 
 @dataclass
 class _State:
-    """What the model remembers of a batch."""
+    """The state of a batch between two tokens."""
 
     cache: Any
     mask: Tensor
