@@ -128,7 +128,7 @@ def test_a_recomputation_has_the_samples_of_its_own_forward() -> None:
 def test_one_long_sample_does_not_change_the_positions_of_the_others(kind: str) -> None:
     name = {"dynamic": "llama+dynamic_ntk", "longrope": "phi3+longrope"}[kind]
     model, _ = prepare(name)
-    lengths = [5, 30, 7, 20]  # the frequencies change where a sample is longer than 12 tokens
+    lengths = [5, 30, 20, 7]  # the frequencies change with the length of samples longer than 12 tokens
     ids = draw_tokens(model, sum(lengths))
     with torch.no_grad():
         packed = model(
