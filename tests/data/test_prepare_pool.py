@@ -21,6 +21,7 @@ from surefoot.system.atomic_io import cache_folder
 from tests.data.opening import open_dataset, prepared
 from tests.support.data import counting_rows, write_jsonl
 from tests.support.models import make_tokenizer
+from tests.support.processes import command_lines
 
 
 @pytest.fixture(autouse=True)
@@ -210,12 +211,7 @@ def test_after_a_kill_preparing_goes_on_where_it_stopped(tmp_path: Path, tokeniz
 
 def own_workers() -> list[psutil.Process]:
     """Of this test: another suite on this machine has its own."""
-    found = []
-    for one in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            if one.status() != psutil.STATUS_ZOMBIE and "surefoot.data.prepare_worker" in " ".join(one.cmdline()):
-                found.append(one)
-    return found
+    return [process for process, line in command_lines(os.getpid()).items() if "surefoot.data.prepare_worker" in line]
 
 
 def test_two_processes_share_one_preparation(tmp_path: Path) -> None:

@@ -14,12 +14,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import surefoot
 from surefoot.distributed.rendezvous_secret import FILE, VARIABLE
+from tests.support.processes import command_lines
 from tests.support.runs import settings_of
 from tests.support.sockets import ListeningSocket, listening_sockets, watch_sockets
 
@@ -313,11 +313,7 @@ def test_a_rank_that_dies_on_one_machine_restarts_those_of_both(
 
 
 def _kill_rank(supervisor: int) -> None:
-    (rank,) = [
-        child
-        for child in psutil.Process(supervisor).children(recursive=True)
-        if "surefoot.launch.rank_process" in child.cmdline()
-    ]
+    (rank,) = [child for child, line in command_lines(supervisor).items() if "surefoot.launch.rank_process" in line]
     rank.kill()
 
 

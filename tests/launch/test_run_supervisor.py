@@ -24,7 +24,7 @@ from surefoot.diagnostics.monitor.ring_buffer import RingWriter
 from surefoot.diagnostics.monitor.watch import watch
 from surefoot.launch import run_supervisor, run_verb
 from tests.support.data import counting_rows, write_jsonl
-from tests.support.processes import FAULTS
+from tests.support.processes import FAULTS, kill_tree
 
 pytestmark = pytest.mark.slow
 
@@ -101,9 +101,7 @@ def test_native_stacks_show_the_call_below_python(settings: dict[str, Any]) -> N
         # Where no process may be looked into, that is what must be said.
         assert "pthread_mutex_lock" in written() or "Permission denied" in written()
     finally:
-        for child in psutil.Process(process.pid).children(recursive=True):
-            child.kill()
-        process.communicate(timeout=60)
+        kill_tree(process)
 
 
 def summary_of(settings: dict[str, Any]) -> dict[str, Any]:

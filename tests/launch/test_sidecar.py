@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from surefoot.diagnostics.drill import settings_of
@@ -24,6 +23,7 @@ from surefoot.launch.sidecar import SUPERVISED
 from surefoot.launch.watcher import WatchSpec
 from surefoot.training.run_summary import FindingLog
 from tests.support.data import counting_rows, write_jsonl
+from tests.support.processes import command_lines, kill_tree
 
 pytestmark = pytest.mark.slow
 EXAMPLE = Path(__file__).parents[2] / "examples" / "trl_watched.py"
@@ -46,11 +46,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     yield run
     for process in started:
-        if process.poll() is None:
-            for child in psutil.Process(process.pid).children(recursive=True):
-                child.kill()
-            process.kill()
-        process.communicate(timeout=30)
+        kill_tree(process)
 
 
 @pytest.fixture
@@ -139,9 +135,7 @@ def test_a_run_of_trl_without_a_fault_has_no_finding(settings: dict[str, Any], t
     assert told.findings == []
     assert [row["step"] for row in read_run_history(folder).steps] == list(range(1, 21))
     assert [(rank.step, rank.doing) for rank in told.ranks] == [(20, "has ended")]
-    assert not any(
-        "surefoot.launch.sidecar" in " ".join(one.cmdline()) for one in psutil.Process().children(recursive=True)
-    )
+    assert not any("surefoot.launch.sidecar" in line for line in command_lines(os.getpid()).values())
 
 
 def test_a_terminal_that_closes_ends_no_supervisor(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,26 @@ def training_process(supervisor: int) -> psutil.Process:
     """The process that trains, or starts the ranks, of `surefoot train`."""
     (job,) = psutil.Process(supervisor).children()
     return job
+
+
+def command_lines(pid: int) -> dict[psutil.Process, list[str]]:
+    """The processes below one, with the command line of each; one that ends meanwhile is left out."""
+    lines = {}
+    for child in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if child.status() != psutil.STATUS_ZOMBIE:
+                lines[child] = child.cmdline()
+    return lines
+
+
+def kill_tree(process: "subprocess.Popen[Any]") -> None:
+    """Kill a process and all below it, any of which may end meanwhile or have ended before, and wait for it."""
+    if process.poll() is None:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        process.kill()
+    process.communicate(timeout=60)
 
 
 def surefoot(

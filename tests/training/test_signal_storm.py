@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 
 from surefoot.training.checkpoint import list_checkpoints
+from tests.support.processes import command_lines
 
 STORM_EVERY_S = 0.0005
 
@@ -57,8 +57,7 @@ def stop_with(settings: dict[str, Any], numbers: Sequence[int]) -> tuple[int, st
 
 def running_below(pid: int) -> list[str]:
     """Return what runs below a process, and what each does: a run that does not end is told by it."""
-    processes = psutil.Process(pid).children(recursive=True)
-    return [f"{one.pid} {one.status()} {sum(one.cpu_times()[:2]):.1f} s {one.cmdline()}" for one in processes]
+    return [f"{process.pid} {process.status()} {line}" for process, line in command_lines(pid).items()]
 
 
 @pytest.mark.parametrize(
