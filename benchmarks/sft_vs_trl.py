@@ -62,7 +62,7 @@ def trl(peer: Path, data: Path, model: Path, targets: str, steps: int, adapter: 
 
 
 def ours(
-    data: Path, model: Path, targets: str, steps: int, folder: Path, adapter: Path | None = None
+    data: Path, model: Path, targets: str, steps: int, folder: Path, adapter: Path | None = None, **changes: Any
 ) -> dict[str, Any]:
     config = {
         "model": str(model),
@@ -81,6 +81,7 @@ def ours(
         "save_steps": 0,
         "device": "cpu",
         **({"init_adapter": str(adapter)} if adapter else {}),
+        **changes,
     }
     path = folder.with_suffix(".json")  # JSON is YAML
     path.write_text(json.dumps(config))
