@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import vl_convert
 
 import surefoot as package
 from surefoot.diagnostics.drill import settings_of
@@ -149,6 +150,25 @@ def test_without_the_package_for_charts_the_verb_says_what_to_install(
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     with pytest.raises(ConfigError, match=r"pip install vl-convert-python.*report: false"):
         write_report(run_folder)
+
+
+def test_the_script_of_the_charts_is_bundled_once(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundled = []
+    bundle = vl_convert.javascript_bundle
+    monkeypatch.setattr(vl_convert, "javascript_bundle", lambda: bundled.append(1) or bundle())
+    monkeypatch.setenv("SUREFOOT_CACHE", str(tmp_path / "cache"))
+    page = write_report(run_folder).read_text()
+    assert write_report(run_folder).read_text() == page
+    assert len(bundled) == 1
+    (cached,) = (tmp_path / "cache" / "report").iterdir()
+    cached.write_text(cached.read_text()[:-1])  # damaged
+    assert write_report(run_folder).read_text() == page
+    assert len(bundled) == 2
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("SUREFOOT_CACHE", str(tmp_path / "file"))
+    assert write_report(run_folder).read_text() == page
 
 
 def test_a_run_that_took_no_step_has_no_page(tmp_path: Path) -> None:

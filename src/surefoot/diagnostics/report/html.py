@@ -1,14 +1,18 @@
 """The `report.html` of a run: one file that works offline, in light and dark mode, and on a phone."""
 
+import hashlib
 import json
+import os
+from contextlib import suppress
 from html import escape
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from surefoot.diagnostics.report.charts import charts
 from surefoot.diagnostics.report.run_history import Row, RunHistory, read_run_history
-from surefoot.errors import ConfigError
-from surefoot.system.atomic_io import write_text
+from surefoot.errors import ConfigError, InputError, StorageError
+from surefoot.system.atomic_io import cache_folder, make_folder, raise_storage_error, write_text
 
 REPORT = "report.html"
 PROMPT_SHOWN, COMPLETION_SHOWN = 300, 2000
@@ -64,7 +68,11 @@ def write_report(run_folder: Path) -> Path:
 
 
 def _load_chart_script() -> str:
-    """Return Vega-Embed with all that it needs, as JavaScript that works offline."""
+    """Return Vega-Embed with all that it needs, as JavaScript that works offline.
+
+    Bundling takes seconds and gives the same text for each version, so the text is kept in the cache. One that is damaged
+    or belongs to another user is replaced; where nothing can be cached, the script is bundled again for each report.
+    """
     try:
         import vl_convert
     except ImportError as error:
@@ -72,7 +80,33 @@ def _load_chart_script() -> str:
             "report.html needs the package vl-convert-python, which draws its charts: pip install vl-convert-python, "
             "or set report: false."
         ) from error
-    return vl_convert.javascript_bundle()  # type: ignore[call-arg] # the argument that its type hints require is optional
+    try:
+        path = cache_folder() / "report" / f"vega-embed-{version('vl-convert-python')}.js"
+    except InputError:  # without a home folder there is no cache
+        path = None
+    script = _read_cached_script(path) if path else None
+    if script is None:
+        script = vl_convert.javascript_bundle()  # type: ignore[call-arg] # the argument that its type hints require is optional
+        if path:
+            with suppress(StorageError), raise_storage_error(path):
+                make_folder(path.parent)
+                write_text(path, f"// SHA-256 of what follows: {_sha256_of_text(script)}\n{script}")
+    return script
+
+
+def _read_cached_script(path: Path) -> str | None:
+    """Return the cached script, or None if there is none that is complete and this user's or the system's own."""
+    try:
+        if path.stat().st_uid not in (0, os.getuid()):
+            return None
+        header, _, script = path.read_bytes().decode("utf-8").partition("\n")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return script if header.endswith(_sha256_of_text(script)) else None
+
+
+def _sha256_of_text(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
 def _render_page(history: RunHistory, chart_script: str) -> str:
