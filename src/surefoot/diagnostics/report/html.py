@@ -70,8 +70,8 @@ def write_report(run_folder: Path) -> Path:
 def _load_chart_script() -> str:
     """Return Vega-Embed with all that it needs, as JavaScript that works offline.
 
-    Bundling takes seconds and gives the same text for each version, so the text is kept in the cache. One that is damaged
-    or belongs to another user is replaced; where nothing can be cached, the script is bundled again for each report.
+    Bundling takes seconds and gives the same text for each version, so the text is kept in the cache. One that is
+    damaged or belongs to another user is replaced; where nothing can be cached, each report bundles it again.
     """
     try:
         import vl_convert
