@@ -68,6 +68,21 @@ def test_a_row_gives_each_sample_what_transformers_gives_it_alone(name: str, apa
     assert set(found) == apart
 
 
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neo", "bert", "big_bird", "roberta"])
+def test_a_row_may_be_longer_than_the_longest_sample_of_a_model(name: str) -> None:
+    """Positions and token types are counted in each sample, not in the row."""
+    model, _ = prepare(name)
+    lengths = [40, 30]
+    assert model.config.max_position_embeddings < sum(lengths)
+    ids = draw_tokens(model, sum(lengths))
+    with torch.no_grad():
+        packed = model(
+            input_ids=ids, position_ids=positions(lengths), samples=SampleLayout.of(lengths), use_cache=False
+        ).logits
+    wanted = run_alone(name, ids, lengths)
+    torch.testing.assert_close(packed, wanted, atol=2e-5 * float(wanted.abs().max()), rtol=0)
+
+
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "lfm2", "jamba"])
 def test_layers_that_mix_are_found_in_low_precision(name: str) -> None:
     in_full, in_half = prepare(name)[1], prepare(name, torch.bfloat16)[1]

@@ -71,7 +71,7 @@ def test_bytes_are_counted_as_they_are_held(model_folder: Callable[[str], Path])
     with FakeTensorMode():
         planned = count_sizes(
             build_without_storage(
-                folder, lora=STORED, dtype=torch.float32, gradient_checkpointing=False, attention="eager"
+                folder, lora=STORED, dtype=torch.float32, gradient_checkpointing=False, packed_attention=None
             )
         ).whole
     assert planned.frozen_bytes + planned.expert_frozen_bytes == held

@@ -37,7 +37,7 @@ def traced(
 ) -> Trace:  # fmt: skip
     with FakeTensorMode():
         built = build_without_storage(
-            folder, lora=lora, dtype=dtype, gradient_checkpointing=is_checkpointed, attention=ATTENTION,
+            folder, lora=lora, dtype=dtype, gradient_checkpointing=is_checkpointed, packed_attention=ATTENTION,
             layers=layers,
         )  # fmt: skip
         batch = make_shaped_batch(lengths, sum(lengths) - len(lengths))
@@ -82,7 +82,7 @@ def test_the_peak_of_grpo_is_that_of_real_tensors(loss_type: str, is_kept: bool,
     config = GrpoConfig(model="m", dataset=[DatasetItem(path="d")], output_dir="o", loss_type=loss_type, **more)  # type: ignore[arg-type]
     with FakeTensorMode():
         built = build_without_storage(
-            folder, lora=LORA, dtype=torch.float32, gradient_checkpointing=False, attention=ATTENTION
+            folder, lora=LORA, dtype=torch.float32, gradient_checkpointing=False, packed_attention=ATTENTION
         )
         shaped = make_shaped_batch([prompt + answer] * count, answer * count)
         forward = PlannedPolicyLoss(answer, PolicyLoss.of(config))(built, shaped)
@@ -158,7 +158,7 @@ def test_products_are_counted(model_folder: Folders) -> None:
     told = traced(folder, None)
     with FakeTensorMode():
         model = build_without_storage(
-            folder, lora=None, dtype=torch.float32, gradient_checkpointing=False, attention=ATTENTION
+            folder, lora=None, dtype=torch.float32, gradient_checkpointing=False, packed_attention=ATTENTION
         ).model
         weights = sum(p.numel() for name, p in model.named_parameters() if ".layers." in name and p.dim() == 2)
         attention = sum(length**2 for length in LENGTHS) * model.config.hidden_size * model.config.num_hidden_layers
@@ -208,7 +208,7 @@ def test_rows_that_travel_to_experts_are_those_of_two_ranks(tmp_path: Path) -> N
     with FakeTensorMode():
         built = build_without_storage(
             tmp_path, lora=LoraSettings(4, 8, targets=("attention",)), dtype=torch.float32,
-            gradient_checkpointing=False, attention=ATTENTION,
+            gradient_checkpointing=False, packed_attention=ATTENTION,
         )  # fmt: skip
         shard_experts(built.model, 2)
         batch = make_shaped_batch([tokens], tokens - 1)
@@ -222,7 +222,11 @@ def test_with_few_tokens_the_peak_is_where_all_gradients_are(model_folder: Folde
     told = traced(model_folder("llama"), None, lengths=[3])
     with FakeTensorMode():
         model = build_without_storage(
-            model_folder("llama"), lora=None, dtype=torch.float32, gradient_checkpointing=False, attention=ATTENTION
+            model_folder("llama"),
+            lora=None,
+            dtype=torch.float32,
+            gradient_checkpointing=False,
+            packed_attention=ATTENTION,
         ).model
         weights = sum(parameter.numel() for parameter in model.parameters())
     assert told.peak + told.gradients_at_peak >= 4 * weights

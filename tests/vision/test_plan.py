@@ -40,7 +40,11 @@ def lora(*targets: str) -> LoraSettings:
 def traced(folder: Path, settings: LoraSettings, *, is_checkpointed: bool, sees: bool = True) -> Trace:
     with FakeTensorMode():
         built = build_without_storage(
-            folder, lora=settings, dtype=torch.float32, gradient_checkpointing=is_checkpointed, attention=ATTENTION
+            folder,
+            lora=settings,
+            dtype=torch.float32,
+            gradient_checkpointing=is_checkpointed,
+            packed_attention=ATTENTION,
         )
         batch = make_shaped_batch([LENGTH], TRAINED, add_images(built, IMAGES) if sees else None)
         return trace_step(built, batch, Sft.planned_loss(SFT)(built, batch), is_on_gpu=False, twice=False)

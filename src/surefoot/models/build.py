@@ -25,7 +25,7 @@ from surefoot.models import attention, experts, vision
 from surefoot.models.checkpoint_weights import CheckpointWeights, check_weights_fill
 from surefoot.models.decoder_layers import class_name, decoder_layers
 from surefoot.models.dtensor_blocks import load_full
-from surefoot.models.isolation import Isolation, isolate_samples
+from surefoot.models.isolation import Isolation, isolate_samples, run_masked_parts_per_sample
 from surefoot.models.lora import LoraSettings, LoraTargets, attach, initial_value, is_lora
 from surefoot.models.pretrained import (
     check_generation_config,
@@ -92,23 +92,26 @@ def build_without_storage(
     lora: LoraSettings | None,
     dtype: torch.dtype,
     gradient_checkpointing: bool,
-    attention: str,
+    packed_attention: str | None,
     layers: int | None = None,
     freeze_vision: bool = True,
 ) -> BuiltModel:
     """Build the model of `build_model` from its config alone, under an active FakeTensorMode.
 
-    `attention` is the name of the attention function; `layers`: build only the first layers of the decoder.
+    `packed_attention`: name of a function for attention over packed samples, for models that can be given one; None for
+    the model's own. `layers`: build only the first layers of the decoder.
     Raises: ModelError for a config that transformers cannot build, or targets that match nothing.
     """
     config = load_config(folder)
     stock = model_class(folder, config)
     if layers is not None:
         _keep_layers(config.get_text_config(), layers)
+    is_packed = packed_attention is not None and attention.implementation_for(stock, config) == attention.IMPLEMENTATION
+    implementation = packed_attention if is_packed else attention.own_implementation(stock)
     stored = dtype if lora is not None else torch.float32
     # Initial values are of no use without storage, and some initialisers read them.
     with quiet_transformers(), config_errors(folder), no_init_weights():
-        model: PreTrainedModel = stock._from_config(config, dtype=stored, attn_implementation=attention)
+        model: PreTrainedModel = stock._from_config(config, dtype=stored, attn_implementation=implementation)
         targets = attach(model, lora) if lora is not None else None
     experts.plug_in(model)
     if targets is not None:
@@ -116,6 +119,8 @@ def build_without_storage(
     else:
         _freeze_beside_text(model, freeze_vision=freeze_vision)
     accept_samples(model)
+    if not is_packed:
+        run_masked_parts_per_sample(model)
     return _prepare_for_training(
         model, targets, dtype=dtype, gradient_checkpointing=gradient_checkpointing, isolation=Isolation()
     )

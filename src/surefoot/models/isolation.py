@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -107,6 +108,16 @@ def isolate_samples(model: PreTrainedModel, dtype: torch.dtype, *, is_sharded: b
     return Isolation(dict(Counter(type(module).__name__ for module in apart)), missing_kernels)
 
 
+def run_masked_parts_per_sample(model: PreTrainedModel) -> None:
+    """Let the parts of a decoder that get a mask of the whole row run once per sample, without a look at values.
+
+    That is what `isolate_samples` finds for models with their own attention. Tensors need no storage.
+    """
+    decoder = decoder_of(model)
+    for name, shapes in _Probe(model, torch.float32).find_masked(decoder).items():
+        run_per_sample(decoder.get_submodule(name), shapes, is_stateful=False)
+
+
 def _take_apart(probe: "_Probe", decoder: nn.Module) -> tuple[dict[nn.Module, CallShapes], float]:
     """Let the parts of a decoder in which samples mix run once per sample.
 
@@ -169,33 +180,49 @@ class _Probe:
 
     def find_mixing(self, decoder: nn.Module) -> dict[str, CallShapes]:
         """Return the parts of the decoder in which samples mix, and the shapes of their calls."""
-        parts = dict(_parts_to_probe(self._model, decoder))
         kinds = layer_kinds(self._model.config.get_text_config())
         observers = {}
         with ExitStack() as hooks:
-            for name, (module, layer) in parts.items():
+            for name, (module, layer) in _parts_to_probe(self._model, decoder):
                 kind = kinds[layer] if layer is not None and layer < len(kinds) else None
                 is_unknown = kind is not None and kind not in READ_BY_ATTENTION
                 observers[name] = observer = _PartObserver(self._samples, is_unknown)
                 handle = module.register_forward_hook(observer, prepend=True, with_kwargs=True)
                 hooks.callback(handle.remove)
             self._together = self.run_row()
-        return {name: observer.shapes for name, observer in observers.items() if observer.mixes}
+        tables = {name for name in observers if self._has_table_of_pairs(decoder.get_submodule(name))}
+        return {name: observer.shapes for name, observer in observers.items() if observer.mixes or name in tables}
+
+    def _has_table_of_pairs(self, module: nn.Module) -> bool:
+        """Return whether a part has a table of all pairs of positions, which ends at those of the longest sample."""
+        longest = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        return any(buffer.shape[-2:] == (longest, longest) for buffer in module.buffers())
+
+    def find_masked(self, decoder: nn.Module) -> dict[str, CallShapes]:
+        """Return the parts of the decoder that get an argument with two dimensions of tokens, and their calls."""
+        parts = {name: module for name, (module, _) in _parts_to_probe(self._model, decoder)}
+        shapes = self._observe_shapes(parts)
+        return {name: each for name, each in shapes.items() if any(len(dims) > 1 for dims in each.arguments.values())}
 
     def run_row(self) -> Tensor:
         """Return the logits of both samples in a row. Shapes: [T, V]."""
         return self._run(self._ids, self._samples)
 
     def observe_shapes(self, module: nn.Module) -> CallShapes:
-        """Return the shapes of the call of a module in a forward of the row."""
-        shapes = CallShapes()
+        """Return the shapes of the calls of a module in a forward of the row."""
+        return self._observe_shapes({"": module})[""]
 
-        def observe(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            shapes.observe(args, kwargs, output, self._samples.num_tokens)
+    def _observe_shapes(self, modules: Mapping[str, nn.Module]) -> dict[str, CallShapes]:
+        shapes = {name: CallShapes() for name in modules}
 
-        handle = module.register_forward_hook(observe, with_kwargs=True)
-        self.run_row()
-        handle.remove()
+        def observe(name: str, _module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            shapes[name].observe(args, kwargs, output, self._samples.num_tokens)
+
+        with ExitStack() as hooks:
+            for name, module in modules.items():
+                handle = module.register_forward_hook(partial(observe, name), with_kwargs=True)
+                hooks.callback(handle.remove)
+            self.run_row()
         return shapes
 
     def measure_mixing(self, *, is_changed: bool) -> float:

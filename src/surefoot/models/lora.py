@@ -37,8 +37,13 @@ IN_LAYER = re.compile(r"\.\d+\.", re.ASCII)
 OF_ONE_EXPERT = re.compile(r"\bexperts\.\d+\.", re.ASCII)
 """Name of a linear layer in a list of experts that are modules of their own."""
 OF_MLP_BLOCKS = ("mlp", "feed_forward", "ffn")
-OF_MIXERS = frozenset({"in_proj", "q_proj", "k_proj", "v_proj", "o_proj"})
-"""Names of linear layers that take the place of attention in layers whose only part is `mixer` (Mamba, Nemotron-H).
+OF_MIXERS = {
+    "mixer": frozenset({"in_proj", "q_proj", "k_proj", "v_proj", "o_proj"}),
+    "mamba": frozenset({"in_proj"}),
+    "conv": frozenset({"in_proj", "out_proj"}),
+    "temporal_block": frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "linear_x", "linear_y", "linear_out"}),
+}
+"""Parts that are or replace attention, and their linear layers (Mamba, Nemotron-H, Jamba, LFM2, RecurrentGemma).
 Kernels read the weights of a state space's other layers (`x_proj`, `dt_proj`, `out_proj`) without calling them."""
 OF_BARE_MLPS = ("fc1", "fc2")
 """Names of the MLP's linear layers where the decoder layer itself owns them (OPT, XGLM)."""
@@ -183,11 +188,11 @@ def _group_of(name: str, linear: nn.Module) -> str | None:
         return None
     if OF_ONE_EXPERT.search(name):
         return "experts"
-    is_mixer = "mixer" in parents
-    if any("attn" in part or "attention" in part for part in parents) or (is_mixer and leaf in OF_MIXERS):
+    is_mixer = any(leaf in OF_MIXERS[part] for part in parents if part in OF_MIXERS)
+    if is_mixer or any("attn" in part or "attention" in part for part in parents):
         return "attention"
     is_mlp = leaf in OF_BARE_MLPS or any(word in part for word in OF_MLP_BLOCKS for part in parents)
-    is_mlp = is_mlp or "ff" in parents or (is_mixer and leaf in OF_MLPS)  # `ff` is XLNet's
+    is_mlp = is_mlp or "ff" in parents or ("mixer" in parents and leaf in OF_MLPS)  # `ff` is XLNet's
     # A gate with one output (Qwen2-MoE's shared_expert_gate) is too small to adapt.
     return "mlp" if is_mlp and getattr(linear, "out_features", 2) > 1 else None
 

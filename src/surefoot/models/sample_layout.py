@@ -108,12 +108,16 @@ class SampleArguments:
     """Number that is added to positions."""
     tells_kernels: bool = False
     """Whether the model gets `cu_seq_lens_q` and `seq_idx`, which kernels of recurrent layers take."""
+    gives_token_types: bool = False
+    """Whether the model gets a type of 0 for each token: its own default is no longer than its longest sample."""
 
     def added(self, samples: SampleLayout, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments that are added or changed in a forward of the decoder."""
         added: dict[str, Any] = {}
         if self.first_position and kwargs.get("position_ids") is not None:
             added["position_ids"] = kwargs["position_ids"] + self.first_position
+        if self.gives_token_types and kwargs.get("token_type_ids") is None:
+            added["token_type_ids"] = torch.zeros(1, samples.num_tokens, dtype=torch.int64, device=samples.ends.device)
         if self.tells_kernels:
             added |= {"cu_seq_lens_q": samples.ends, "seq_idx": samples.sample_of_token}
         return added
@@ -121,7 +125,8 @@ class SampleArguments:
 
 def accept_samples(model: PreTrainedModel) -> SampleArguments:
     """Let a model and its decoder accept the argument `samples`; how they are told can be changed afterwards."""
-    arguments = SampleArguments(_first_position(model))
+    has_token_types = any("token_type_ids" in module._buffers for module in model.modules())
+    arguments = SampleArguments(_first_position(model), gives_token_types=has_token_types)
     body = body_of(model)
     for module in {model, body}:
         _follow(module, arguments if module is body else None)

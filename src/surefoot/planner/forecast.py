@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import torch
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from surefoot.config import RolloutConfig, RunConfig, vllm_settings
 from surefoot.config.vllm_args import SMALLER, memory_share, pipeline_parallel, tensor_parallel, value_of
@@ -19,6 +20,7 @@ from surefoot.methods.base import PlannedLoss
 from surefoot.methods.registry import method_of
 from surefoot.models.build import BuiltModel, build_without_storage
 from surefoot.models.lora import LoraSettings, lora_settings
+from surefoot.models.sample_masks import NeedsOwnAttentionError
 from surefoot.planner.devices import GB, GIB, Device
 from surefoot.planner.expert_dispatch import shard_experts
 from surefoot.planner.memory import Owners, RankSetup, Rollout, Server, forecast_memory
@@ -162,14 +164,19 @@ class _ModelSpec:
     dtype: torch.dtype
     freeze_vision: bool
 
-    def build(self, *, is_checkpointed: bool = False, layers: int | None = None) -> BuiltModel:
-        """Build the model, or its first `layers` decoder layers. Call it in a FakeTensorMode."""
+    def build(
+        self, *, is_checkpointed: bool = False, layers: int | None = None, has_own_attention: bool = False
+    ) -> BuiltModel:
+        """Build the model, or its first `layers` decoder layers. Call it in a FakeTensorMode.
+
+        `has_own_attention`: whether it computes with masks that attention over packed samples does not build.
+        """
         return build_without_storage(
             self.base,
             lora=self.lora,
             dtype=self.dtype,
             gradient_checkpointing=is_checkpointed,
-            attention=ATTENTION,
+            packed_attention=None if has_own_attention else ATTENTION,
             layers=layers,
             freeze_vision=self.freeze_vision,
         )
@@ -322,8 +329,13 @@ def _raise_as_model_error(base: Path) -> Iterator[None]:
     """Raise errors of a model that cannot be built, counted or traced as a ModelError that names its config."""
     try:
         yield
-    except SurefootError:
+    except (SurefootError, NeedsOwnAttentionError):
         raise
+    except DataDependentOutputException as error:
+        raise ModelError(
+            f"{base / 'config.json'}: cannot forecast this model: its code decides by values ({error}), and a forecast "
+            "computes without any. Measure a few steps with max_steps instead."
+        ) from error
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(
@@ -346,8 +358,14 @@ def _trace(spec: _ModelSpec, step: _StepSpec, gradient_share: float, expert_para
     """
 
     def trace_layers(layers: int | None) -> Trace:
+        try:
+            return trace_with(layers, has_own_attention=False)
+        except NeedsOwnAttentionError:
+            return trace_with(layers, has_own_attention=True)
+
+    def trace_with(layers: int | None, *, has_own_attention: bool) -> Trace:
         with _raise_as_model_error(spec.base), FakeTensorMode():
-            built = spec.build(is_checkpointed=step.is_checkpointed, layers=layers)
+            built = spec.build(is_checkpointed=step.is_checkpointed, layers=layers, has_own_attention=has_own_attention)
             if expert_parallel > 1:
                 shard_experts(built.model, expert_parallel)
             vision = add_images(built, step.images) if step.images is not None else None

@@ -16,6 +16,7 @@ from surefoot.errors import ModelError
 from surefoot.models.build import BuiltModel, load_config
 from surefoot.models.decoder_layers import decoder_layers
 from surefoot.models.expert_layouts import experts_of, is_fused_experts
+from surefoot.models.sample_masks import layer_kinds
 
 FP32_BYTES, HALF_BYTES = 4, 2
 FIELDS = (
@@ -32,6 +33,8 @@ EXPERT_FIELDS = (
     *NUM_EXPERTS_FIELDS, "moe_intermediate_size", "num_experts_per_tok", "shared_expert_intermediate_size",
     "n_shared_experts",
 )  # fmt: skip
+WITHOUT_KEYS = {"linear_attention", "conv", "mamba", "recurrent", "moe", "mlp"}
+"""Kinds of layers that keep no keys and values of the tokens before."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class Sizes:
     layers_are_equal: bool
     vocabulary: int
     num_heads: int
-    """Number of attention heads of a layer."""
+    """Number of attention heads of a layer; 0 for a model without attention."""
     cache_elements: int
     """Elements of the keys and values of one token, in all layers."""
     tensors: Mapping[Shape, int]
@@ -107,8 +110,6 @@ def count_sizes(built: BuiltModel) -> Sizes:
     layer_elements = [_count_elements(layer, expert_parameters) for layer in layers]
     whole = _count_elements(model, expert_parameters)
     text = model.config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None)
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return Sizes(
         whole=whole,
         layer=max(layer_elements, key=lambda elements: elements.total),
@@ -121,15 +122,29 @@ def count_sizes(built: BuiltModel) -> Sizes:
         )
         == 1,
         vocabulary=int(text.vocab_size),
-        num_heads=int(text.num_attention_heads),
+        num_heads=int(getattr(text, "num_attention_heads", None) or 0),
         tensors=Counter(
             Shape(rows, parameter.nbytes // rows, parameter in expert_parameters, parameter.requires_grad)
             for parameter in model.parameters()
             if (rows := parameter.shape[0] if parameter.dim() else 1)
         ),
-        cache_elements=len(layers)
-        * (_count_latent_elements(text) or 2 * int(heads or text.num_attention_heads) * int(width)),
+        cache_elements=_count_cached_layers(text, len(layers)) * _count_cached_elements(text),
     )
+
+
+def _count_cached_layers(text: PreTrainedConfig, num_layers: int) -> int:
+    """Return the number of layers that keep something of every token; recurrent ones keep a state of constant size."""
+    kinds = layer_kinds(text)
+    return sum(kind not in WITHOUT_KEYS for kind in kinds) if kinds else num_layers
+
+
+def _count_cached_elements(text: PreTrainedConfig) -> int:
+    """Return the elements of the keys and values of one token in a layer; 0 for a model without attention."""
+    heads = getattr(text, "num_attention_heads", None)
+    if not heads:
+        return 0
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return _count_latent_elements(text) or 2 * int(getattr(text, "num_key_value_heads", None) or heads) * int(width)
 
 
 def _count_latent_elements(text: PreTrainedConfig) -> int:

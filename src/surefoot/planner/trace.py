@@ -27,6 +27,7 @@ from surefoot.models.build import BuiltModel
 from surefoot.models.decoder_layers import decoder_layers
 from surefoot.models.expert_layouts import is_fused_experts
 from surefoot.models.sample_layout import current_layout
+from surefoot.models.sample_masks import NeedsOwnAttentionError, SampleMask, describe_mask
 from surefoot.models.vision import vision_tower
 from surefoot.planner.expert_dispatch import Exchange, exchanged_bytes
 from surefoot.planner.op_costs import ATTEND, ATTENTION_OPS, count_flops, count_moved_bytes, list_tensors
@@ -212,15 +213,23 @@ class _FlashAttention:
         self.is_on_gpu = False
 
     def __call__(
-        self, _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None, **_: Any
-    ) -> tuple[Tensor, None]:  # fmt: skip
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | SampleMask | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
         samples = current_layout()
         assert samples is not None
+        if query.shape[2] != samples.num_tokens or key.shape[2] != samples.num_tokens:
+            raise NeedsOwnAttentionError(f"{query.shape[2]} queries, {key.shape[2]} keys")
         lengths = samples.lengths
         width = value.shape[-1]
         if width != query.shape[-1]:  # latent attention has narrower values; the op needs one width
             value = torch.nn.functional.pad(value, (0, query.shape[-1] - width))
-            return self(_module, query, key, value, _mask)[0][..., :width], None
+            return self(module, query, key, value, attention_mask)[0][..., :width], None
         if self.is_on_gpu:
             if not SHARES_HEADS:
                 key, value = (with_heads_of(query, states) for states in (key, value))
@@ -239,7 +248,7 @@ class _FlashAttention:
 
 _attention = _FlashAttention()
 AttentionInterface.register(ATTENTION, _attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, lambda *_, **__: None)
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, describe_mask)
 
 
 def make_shaped_batch(lengths: Sequence[int], trained: int, vision: Vision | None = None) -> MicroBatch:
