@@ -9,6 +9,7 @@ Independent of packing and of models: the samples of the forward in progress com
 
 import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +31,7 @@ SHARES_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @dataclass(frozen=True)
-class _Layer:
+class AttentionSettings:
     """Settings of attention in a layer."""
 
     terms: AttentionTerms
@@ -38,7 +39,12 @@ class _Layer:
     dense_mask: Tensor | None
     """Mask of the whole row, [1, 1 or heads, T, T]: true where a token is seen, or a term of the scores."""
 
-    def of_span(self, span: slice) -> "_Layer":
+    @property
+    def is_plain(self) -> bool:
+        """Whether one kernel computes all samples: causal scaled dot products, with a window at most."""
+        return self.terms.is_plain and self.dense_mask is None and self.mask.chunk is None and self.mask.blocks is None
+
+    def of_span(self, span: slice) -> "AttentionSettings":
         """Return the settings for the tokens of one sample."""
         dense, bias = self.dense_mask, self.terms.bias
         return replace(
@@ -101,19 +107,18 @@ def packed_attention(
         raise NeedsOwnAttentionError(f"{query.shape[2]} queries, {key.shape[2]} keys")
     if query.is_cuda and torch.is_autocast_enabled("cuda"):
         query, key, value = (tensor.to(torch.get_autocast_dtype("cuda")) for tensor in (query, key, value))
-    layer = _read_settings(attention_mask, options)
+    layer = read_settings(attention_mask, options)
     if layer.mask.blocks is not None and len(layer.mask.blocks) != samples.num_tokens:
         raise NeedsOwnAttentionError(f"blocks of {len(layer.mask.blocks)} tokens")
     if samples.prefix_of is not None:
         return _attend_with_shared_prefixes(query, key, value, samples, layer), None
-    has_built_mask = layer.dense_mask is not None or layer.mask.chunk is not None or layer.mask.blocks is not None
-    is_plain = layer.terms.is_plain and not has_built_mask
-    if is_plain and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    if layer.is_plain and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _attend_in_one_kernel(query, key, value, samples, layer), None
-    return _attend_sample_by_sample(query, key, value, samples, layer), None
+    return attend_sample_by_sample(query, key, value, samples, layer), None
 
 
-def _read_settings(attention_mask: Tensor | SampleMask | None, options: dict[str, Any]) -> _Layer:
+def read_settings(attention_mask: Tensor | SampleMask | None, options: dict[str, Any]) -> AttentionSettings:
+    """Return the settings of a call of attention, from its mask and options (see `packed_attention`)."""
     terms = AttentionTerms(
         scaling=options.get("scaling"),
         dropout=options.get("dropout") or 0.0,
@@ -122,11 +127,13 @@ def _read_settings(attention_mask: Tensor | SampleMask | None, options: dict[str
         bias=options.get("position_bias"),
     )
     if isinstance(attention_mask, SampleMask):
-        return _Layer(terms, attention_mask, None)
-    return _Layer(terms, SampleMask(window=options.get("sliding_window")), attention_mask)
+        return AttentionSettings(terms, attention_mask, None)
+    return AttentionSettings(terms, SampleMask(window=options.get("sliding_window")), attention_mask)
 
 
-def _attend_in_one_kernel(query: Tensor, key: Tensor, value: Tensor, samples: SampleLayout, layer: _Layer) -> Tensor:
+def _attend_in_one_kernel(
+    query: Tensor, key: Tensor, value: Tensor, samples: SampleLayout, layer: AttentionSettings
+) -> Tensor:
     """Compute `packed_attention` on CUDA."""
     ends, longest = samples.ends, max(samples.lengths)
     window = (layer.mask.window - 1, 0) if layer.mask.window else (-1, 0)
@@ -153,19 +160,26 @@ def _attend_in_one_kernel(query: Tensor, key: Tensor, value: Tensor, samples: Sa
     return out[None, ..., :width]
 
 
-def _attend_sample_by_sample(query: Tensor, key: Tensor, value: Tensor, samples: SampleLayout, layer: _Layer) -> Tensor:
+def attend_sample_by_sample(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    samples: SampleLayout,
+    layer: AttentionSettings,
+    attend_sample: Callable[..., Tensor] = attend,
+) -> Tensor:
     """Compute `packed_attention` anywhere, and with every term that scores may have."""
     outputs = []
     for span, length in zip(samples.spans, samples.lengths, strict=True):
         part = layer.of_span(span)
         mask = part.dense_mask if part.dense_mask is not None else part.mask.allowed(length, query.device)
-        attended = attend(query[:, :, span], key[:, :, span], value[:, :, span], mask, part.terms)
+        attended = attend_sample(query[:, :, span], key[:, :, span], value[:, :, span], mask, part.terms)
         outputs.append(attended.transpose(1, 2))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
 def _attend_with_shared_prefixes(
-    query: Tensor, key: Tensor, value: Tensor, samples: SampleLayout, layer: _Layer
+    query: Tensor, key: Tensor, value: Tensor, samples: SampleLayout, layer: AttentionSettings
 ) -> Tensor:
     """Compute attention for samples that may continue an earlier sample, which is computed once for all of them.
 

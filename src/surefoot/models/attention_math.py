@@ -47,7 +47,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, terms
     if has_sinks_only and query.device.type == "cpu":
         return _attend_with_sinks(query, key, value, mask, terms)
     if terms.softcap is not None or terms.sinks is not None:
-        return _attend_by_definition(query, key, value, mask, terms)
+        return attend_by_definition(query, key, value, mask, terms)
     if terms.bias is not None:
         mask = _add_mask(terms.bias, mask, query, key)
     if query.is_cuda:  # with grouped heads only flash attention, which has no float32, avoids materialising the scores
@@ -79,7 +79,7 @@ def _add_mask(scores: Tensor, mask: Tensor | None, query: Tensor, key: Tensor) -
     return scores + mask
 
 
-def _attend_by_definition(
+def attend_by_definition(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, terms: AttentionTerms
 ) -> Tensor:
     """Compute `attend` from its scores [rows, heads, n, m], which exist in full."""

@@ -25,7 +25,7 @@ from surefoot.models import attention, experts, vision
 from surefoot.models.checkpoint_weights import CheckpointWeights, check_weights_fill
 from surefoot.models.decoder_layers import class_name, decoder_layers
 from surefoot.models.dtensor_blocks import load_full
-from surefoot.models.isolation import Isolation, isolate_samples, run_masked_parts_per_sample
+from surefoot.models.isolation import Isolation, isolate_samples, isolate_without_values
 from surefoot.models.lora import LoraSettings, LoraTargets, attach, initial_value, is_lora
 from surefoot.models.pretrained import (
     check_generation_config,
@@ -119,8 +119,7 @@ def build_without_storage(
     else:
         _freeze_beside_text(model, freeze_vision=freeze_vision)
     accept_samples(model)
-    if not is_packed:
-        run_masked_parts_per_sample(model)
+    isolate_without_values(model, has_own_attention=not is_packed)
     return _prepare_for_training(
         model, targets, dtype=dtype, gradient_checkpointing=gradient_checkpointing, isolation=Isolation()
     )

@@ -108,14 +108,18 @@ def isolate_samples(model: PreTrainedModel, dtype: torch.dtype, *, is_sharded: b
     return Isolation(dict(Counter(type(module).__name__ for module in apart)), missing_kernels)
 
 
-def run_masked_parts_per_sample(model: PreTrainedModel) -> None:
-    """Let the parts of a decoder that get a mask of the whole row run once per sample, without a look at values.
+def isolate_without_values(model: PreTrainedModel, *, has_own_attention: bool) -> None:
+    """Let those parts run once per sample that `isolate_samples` usually finds. Tensors need no storage.
 
-    That is what `isolate_samples` finds for models with their own attention. Tensors need no storage.
+    They are the parts that convolve tokens, as recurrent layers do, and, with the model's own attention, those that get
+    a mask of the whole row.
     """
     decoder = decoder_of(model)
-    for name, shapes in _Probe(model, torch.float32).find_masked(decoder).items():
-        run_per_sample(decoder.get_submodule(name), shapes, is_stateful=False)
+    for name, shapes in _Probe(model, torch.float32).observe_parts(decoder).items():
+        part = decoder.get_submodule(name)
+        is_masked = has_own_attention and any(len(dims) > 1 for dims in shapes.arguments.values())
+        if is_masked or any(isinstance(module, nn.Conv1d) for module in part.modules()):
+            run_per_sample(part, shapes, is_stateful=False)
 
 
 def _take_apart(probe: "_Probe", decoder: nn.Module) -> tuple[dict[nn.Module, CallShapes], float]:
@@ -198,11 +202,9 @@ class _Probe:
         longest = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         return any(buffer.shape[-2:] == (longest, longest) for buffer in module.buffers())
 
-    def find_masked(self, decoder: nn.Module) -> dict[str, CallShapes]:
-        """Return the parts of the decoder that get an argument with two dimensions of tokens, and their calls."""
-        parts = {name: module for name, (module, _) in _parts_to_probe(self._model, decoder)}
-        shapes = self._observe_shapes(parts)
-        return {name: each for name, each in shapes.items() if any(len(dims) > 1 for dims in each.arguments.values())}
+    def observe_parts(self, decoder: nn.Module) -> dict[str, CallShapes]:
+        """Return the shapes of the calls of the parts of the decoder in a forward of the row."""
+        return self._observe_shapes({name: module for name, (module, _) in _parts_to_probe(self._model, decoder)})
 
     def run_row(self) -> Tensor:
         """Return the logits of both samples in a row. Shapes: [T, V]."""

@@ -1,7 +1,7 @@
 """Trace of the memory and FLOPs of a forward and backward, from the model's own code on tensors without storage.
 
 The ops are those of a real step, so what autograd saves, recomputes and frees is not guessed. Two assumptions replace
-the missing values: tokens go to the experts evenly, and attention saves what the flash kernels save.
+the missing values: tokens go to the experts evenly, and plain attention saves what the flash kernels save.
 """
 
 from collections import defaultdict
@@ -21,8 +21,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from surefoot.data.collate import MicroBatch
 from surefoot.data.image_processor import Vision
-from surefoot.models.attention import SHARES_HEADS
-from surefoot.models.attention_math import with_heads_of
+from surefoot.models.attention import SHARES_HEADS, attend_sample_by_sample, read_settings
+from surefoot.models.attention_math import attend, attend_by_definition, with_heads_of
 from surefoot.models.build import BuiltModel
 from surefoot.models.decoder_layers import decoder_layers
 from surefoot.models.expert_layouts import is_fused_experts
@@ -219,12 +219,17 @@ class _FlashAttention:
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | SampleMask | None = None,
-        **_: Any,
+        **options: Any,
     ) -> tuple[Tensor, None]:
         samples = current_layout()
         assert samples is not None
         if query.shape[2] != samples.num_tokens or key.shape[2] != samples.num_tokens:
             raise NeedsOwnAttentionError(f"{query.shape[2]} queries, {key.shape[2]} keys")
+        layer = read_settings(attention_mask, options)
+        if not layer.is_plain:
+            has_scores = self.is_on_gpu and (layer.terms.sinks is not None or layer.terms.softcap is not None)
+            math = attend_by_definition if has_scores else attend
+            return attend_sample_by_sample(query, key, value, samples, layer, math), None
         lengths = samples.lengths
         width = value.shape[-1]
         if width != query.shape[-1]:  # latent attention has narrower values; the op needs one width
