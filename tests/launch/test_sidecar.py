@@ -59,7 +59,7 @@ def settings(model_folder: Callable[[str], Path], tmp_path: Path) -> dict[str, A
 
 def first_finding(folder: Path) -> dict[str, Any]:
     """Waits for it."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not (folder / "findings.jsonl").is_file() or not (folder / "findings.jsonl").read_text().endswith("\n"):
         assert time.monotonic() < deadline
         time.sleep(0.1)
