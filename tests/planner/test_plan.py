@@ -28,6 +28,7 @@ from surefoot.planner.sharded_model import ShardedModel
 from surefoot.planner.sizes import Shape
 from surefoot.planner.suggest import format_settings, suggest
 from surefoot.planner.text import format_forecast
+from tests.models.architectures import tiny_model
 
 PLANS = Path(__file__).parents[2] / "examples" / "plans"
 GIB = 1 << 30
@@ -49,7 +50,7 @@ def shallow(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def told(settings: dict[str, Any], device: Device = CPU, **more: Any) -> Forecast:
     run = load_config(None, [], {**settings, **more}).run
-    return forecast(run, Path(str(settings["model"])), device)
+    return forecast(run, Path(run.model), device)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen2_moe"])
@@ -212,6 +213,26 @@ def test_keys_and_values_are_those_of_a_real_cache(
         "they are the server's"
     )
     assert server.phases["sync"].host["weights that are written"] == 4 * server.sizes.whole.all_trained
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe_text", "lfm2", "mamba2"])
+def test_recurrent_layers_keep_no_keys(settings: dict[str, Any], tmp_path: Path, name: str) -> None:
+    grpo = {"method": "grpo", "reward_funcs": ["length"], "num_generations": 4, "max_completion_length": 7,
+            "global_batch_size": 8, "max_length": 30}  # fmt: skip
+    model = tiny_model(name)
+    model.save_pretrained(tmp_path)
+    owners = told(settings, model=str(tmp_path), target_modules="all", **grpo).phases["rollout"].host
+    with torch.no_grad():
+        cache = model(input_ids=torch.ones(8, 37, dtype=torch.int64), use_cache=True)
+    layers = getattr(cache, "past_key_values", None) or cache.cache_params
+    keys = [getattr(layer, "keys", None) for layer in getattr(layers, "layers", [])]
+    assert owners.get("keys and values", 0) == 2 * sum(part.nbytes for part in keys if part is not None)
+
+
+def test_a_model_whose_code_decides_by_values_is_refused(settings: dict[str, Any], tmp_path: Path) -> None:
+    tiny_model("jetmoe").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="decides by values"):
+        told(settings, model=str(tmp_path), target_modules="all")
 
 
 def test_the_page_of_a_plan_of_grpo(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils import _pytree
 from transformers import PreTrainedModel
 
@@ -244,7 +245,7 @@ class _Probe:
         """Turn what a forward raises into a ModelError: the model has its own weights and ordinary tokens."""
         try:
             yield
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, DataDependentOutputException):
             raise
         except (IndexError, RuntimeError, ValueError) as error:
             if missing := MISSING_KERNELS.search(str(error)):
