@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
@@ -124,6 +124,23 @@ def test_each_policy_has_an_adapter_of_its_own(
     assert [path.name for path in (tmp_path / "adapters").iterdir()] == ["policy-00000003"]
     made = ours.submit([Request([1, 2], (0, number)) for number in range(20)], SAMPLING, 3)(inf)
     assert [(one.ids, one.policy_version, one.finish) for one in made] == [([7] * 5, 3, "length")] * 20
+
+
+@pytest.mark.parametrize(("kind", "has_experts"), [("qwen2_moe", True), ("llama", False)])
+def test_an_adapter_with_experts_is_announced_as_one(
+    model_folder: Callable[[str], Path], tmp_path: Path, kind: str, has_experts: bool
+) -> None:
+    """vLLM reads the experts of a layer from one tensor only where the request says so."""
+    requests: list[Mapping[str, Any]] = []
+
+    class Recorder(Server):
+        def post(self, path: str, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:  # noqa: ARG002
+            requests.append(body)
+            return {}
+
+    built = build_model(model_folder(kind), lora=LORA, device=torch.device("cpu"), dtype=torch.float32)
+    AdapterSync(Recorder("http://127.0.0.1:9"), built.model, LORA, tmp_path / "adapters").send("policy-00000000")
+    assert [body.get("is_3d_lora_weight", False) for body in requests] == [has_experts]
 
 
 def test_an_adapter_is_a_small_part_of_the_model(

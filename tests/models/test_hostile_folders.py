@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -133,6 +134,16 @@ def test_weights_are_read_from_the_files_of_that_name_alone(folder: Path, value:
     torch.save({"lm_head.weight": torch.ones(1)}, folder / "adapter_model.bin")
     change(folder / "config.json", transformers_weights=value)
     with pytest.raises(ModelError, match="transformers_weights="):
+        build(folder)
+
+
+def test_a_weight_of_another_shape_is_named_with_both_shapes(folder: Path) -> None:
+    path, name = folder / "model.safetensors", "model.layers.0.self_attn.q_proj.weight"
+    weights = load_file(path)
+    rows, columns = weights[name].shape
+    save_file({**weights, name: weights[name][:-1].clone()}, path, {"format": "pt"})
+    pattern = rf"{re.escape(name)} \({re.escape(str((rows - 1, columns)))} .*{re.escape(str((rows, columns)))}"
+    with pytest.raises(ModelError, match=pattern):
         build(folder)
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from surefoot.errors import ModelError
 from surefoot.models.attention import implementation_for
 from surefoot.models.isolation import isolate_samples
-from surefoot.models.sample_layout import SampleLayout, accept_samples, keep_layout_on_recompute
+from surefoot.models.sample_layout import SampleLayout, accept_samples, keep_layout_on_recompute, num_positions
 from tests.models.architectures import tiny_model
 
 LENGTHS = [13, 7, 17]
@@ -215,9 +215,28 @@ def test_a_checkpointed_function_may_be_recomputed_twice() -> None:
     torch.testing.assert_close(torch.autograd.grad(y, x)[0], first)
 
 
-def test_logits_that_are_not_finite_are_left_to_the_first_step() -> None:
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("gpt2", 64),
+        ("opt", 64),
+        ("roberta", 63),
+        ("codegen", 64),
+        ("gptj", 64),
+        ("openai-gpt", 64),
+        ("git", 64),
+        ("llama", None),
+        ("bloom", None),
+    ],
+)
+def test_a_table_of_positions_is_known(name: str, size: int | None) -> None:
+    assert num_positions(tiny_model(name)) == size
+
+
+@pytest.mark.parametrize("weight", ["lm_head.weight", "model.layers.0.mlp.up_proj.weight"])
+def test_values_that_are_not_finite_are_left_to_the_first_step(weight: str) -> None:
     model = tiny_model("llama")
     model.set_attn_implementation(implementation_for(type(model), model.config))
     with torch.no_grad():
-        model.get_output_embeddings().weight.fill_(float("nan"))
+        model.get_parameter(weight).fill_(float("nan"))
     assert isolate_samples(model, torch.float32, is_sharded=False).apart == {}

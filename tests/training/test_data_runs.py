@@ -24,6 +24,7 @@ import surefoot
 from surefoot.data import prepare_pool, sampler
 from surefoot.errors import DataError
 from surefoot.events import DataCounted, Event, StepEnded
+from tests.models.architectures import tiny_model
 from tests.support.data import counting_rows, write_jsonl
 from tests.support.processes import surefoot as command
 
@@ -151,6 +152,19 @@ def test_a_schedule_over_epochs_is_the_one_over_as_many_steps(settings: dict[str
     _, by_epochs = run(base, max_steps=None, num_train_epochs=2, output_dir=str(tmp_path / "epochs"))
     assert len(by_epochs.rates) == 12
     assert by_epochs.rates == pytest.approx(by_steps.rates)
+
+
+def test_no_sample_is_longer_than_a_table_of_positions(
+    settings: dict[str, Any], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """Without RoPE there is nothing that could be scaled. A row of several samples may be longer."""
+    tiny_model("gpt2", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "gpt2")
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    changes = {"model": str(tmp_path / "gpt2"), "target_modules": "all", "max_length": 128, "max_steps": 1}
+    with pytest.raises(DataError, match="table of positions=64"):
+        surefoot.train({**settings, **changes}, screen=False)
+    result = surefoot.train({**settings, **changes, "truncation": "drop"}, screen=False)
+    assert result.examples["skipped"] > 0
 
 
 def test_a_part_of_the_data_is_held_out(settings: dict[str, Any], tmp_path: Path) -> None:

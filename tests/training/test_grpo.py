@@ -570,9 +570,22 @@ def test_a_server_is_started_with_what_the_run_asks_of_it(
     assert re.match(rf"serve {grpo['model']} --host 127.0.0.1 --port \d+ ", said.read_text())
     assert all(re.search(option, said.read_text().strip()) for option in options)
     assert ("--enable-lora" in said.read_text()) == (changes.get("tuning") != "full")
+    assert "--enable-mixed-moe-lora-format" not in said.read_text(), "this model has no experts"
     assert all(variable in environment.read_text() for variable in variables)
     assert ("VLLM_SERVER_DEV_MODE" in environment.read_text()) == ("DEV_MODE=1" in variables)
     assert ("RESERVED_CPU=0" in environment.read_text()) == ("max_staleness" not in changes)
+
+
+def test_a_server_is_told_that_adapters_have_experts(
+    grpo: dict[str, Any], model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    script = tmp_path / "vllm"
+    script.write_text('#!/bin/sh\necho "$*" > "$0.options"\nexit 7\n')
+    script.chmod(0o755)
+    changes = {"model": str(model_folder("qwen2_moe")), "rollout_engine": "vllm", "vllm_command": str(script)}
+    with pytest.raises(StoppedOnFinding):
+        surefoot.train({**grpo, **changes}, screen=False)
+    assert "--enable-mixed-moe-lora-format" in (tmp_path / "vllm.options").read_text()
 
 
 @pytest.mark.parametrize("phase", ["rollout", "reward"])

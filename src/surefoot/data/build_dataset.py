@@ -40,6 +40,8 @@ class ModelInputs:
     vocab_size: int
     context: int | None
     """Largest number of tokens that it has positions for; a prompt leaves room in it for its completion."""
+    num_positions: int | None
+    """Size of its table of positions, which no sample can exceed; None for a model that computes positions."""
     reader: PixelReader | None
     """Reader of images; None if it cannot read them."""
     no_vision_reason: str
@@ -80,6 +82,8 @@ def open_dataset(
                 f"max_completion_length={added} leaves no room for a prompt in the {context} "
                 f"tokens that the model can see. Lower it ({loaded.where('max_completion_length')})."
             )
+    if not added and model.num_positions is not None and model.num_positions < longest:
+        longest, limit, advice = model.num_positions, "the model's table of positions", "Shorten them"
     options = SampleOptions(
         max_length=longest,
         truncation=config.truncation,

@@ -267,7 +267,7 @@ PAGES = {
         "sequences are longer than the model's positions",
         "The lengths of the run exceed max_position_embeddings in the model's config.json. The model was not trained "
         "on positions beyond it, and some models fail there.",
-        "Lower the lengths, or scale the model's positions (rope_scaling in its config.json).",
+        "Lower the lengths, or scale the positions of a model with RoPE (rope_scaling in its config.json).",
     ),
     "SF739": Page(
         "the newest checkpoint does not fit the run",

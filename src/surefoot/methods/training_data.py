@@ -21,8 +21,9 @@ from surefoot.data.sampler import GlobalOrder, Position, StepBatch
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.distributed.process_group import SINGLE_PROCESS, World
 from surefoot.events import DataCounted, Emit, FindingMade, Heartbeat, Notice
-from surefoot.models.build import load_config, load_tokenizer
+from surefoot.models.build import load_config, load_tokenizer, meta_model
 from surefoot.models.resolve_model import longest_context, resolve_model
+from surefoot.models.sample_layout import num_positions
 
 MAX_INSPECTED_ROWS = 256
 """Number of rows of a chunk whose columns are collected."""
@@ -213,6 +214,8 @@ def open_data(
         tokenizer,
         int(text_config.vocab_size),
         longest_context(text_config.to_dict()),
+        # A model with RoPE has no table; building it, even without storage, takes a second where there are many layers.
+        None if getattr(text_config, "rope_parameters", None) else num_positions(meta_model(base)),
         *open_images(loaded, base, model, tokenizer),
     )
 

@@ -59,6 +59,14 @@ __all__ = [
 ]
 
 
+ADVICE_ON_WEIGHTS = {
+    "missing": "Filling them with random values would train a broken model; use a complete checkpoint.",
+    "of another shape": "config.json is not of these weights, or a file is damaged.",
+    "unknown": "Without them the model would compute something else. Is config.json of these weights?",
+}
+"""What may be done about weights that do not fit a model, by what is wrong with them."""
+
+
 class Sharding(Protocol):
     """Layout of a model over ranks."""
 
@@ -269,19 +277,23 @@ def _load_weights(
             dtype=dtype,
             attn_implementation=vision.attention_of(config, attention.implementation_for(cls, config)),
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are named below
             local_files_only=True,
             **options,
         )
     problems = {
         "missing": sorted(name for name in info["missing_keys"] if not is_lora(name)),
-        "of another shape": sorted(str(item) for item in info["mismatched_keys"]),
+        "of another shape": [
+            f"{name} ({tuple(stored)} in the file, {tuple(own)} by config.json)"
+            for name, stored, own in sorted(info["mismatched_keys"])
+        ],
         "unknown": sorted(info["unexpected_keys"]),
     }
     for kind, names in problems.items():
         if names:
             raise ModelError(
                 f"{folder}: {len(names)} weights are {kind} for {cls.__name__}: {', '.join(names[:3])}. "
-                "Filling them with random values would train a broken model; use a complete checkpoint."
+                f"{ADVICE_ON_WEIGHTS[kind]}"
             )
     experts.plug_in(model)
     if weight_format is not FLOAT:

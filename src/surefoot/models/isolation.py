@@ -252,7 +252,8 @@ class _Probe:
                 raise MissingKernelError(missing[1].replace("_", "-")) from error
             raise ModelError(
                 f"{class_name(self._model)} cannot be run on a row of {len(ids)} tokens: "
-                f"{type(error).__name__}: {str(error).splitlines()[0][:200]}. Train a model that transformers runs."
+                f"{type(error).__name__}: {str(error).splitlines()[0][:200]}. transformers' own code fails on it: "
+                "check the sizes in config.json, or take a model that transformers runs."
             ) from error
 
     @torch.no_grad()

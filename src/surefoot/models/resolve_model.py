@@ -223,7 +223,7 @@ def _fetch_from_hub(repository: str, where: str, weights: bool) -> Path:
 
 def longest_context(text: Mapping[str, Any]) -> int | None:
     """Return the largest number of positions of a model from its text config; None if the config has none."""
-    most = text.get("max_position_embeddings")
+    most = text.get("max_position_embeddings", text.get("n_positions"))
     if not isinstance(most, int):
         return None
     scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}

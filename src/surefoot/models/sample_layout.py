@@ -5,6 +5,7 @@ model sees them, and kept here until the forward ends: not every layer would be 
 arguments that it does not know. A recomputation under gradient checkpointing has the samples of its first forward.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,8 +17,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surefoot.models.decoder_layers import body_of
+from surefoot.models.vision import vision_parts
 
 ARGUMENT = "samples"
+POSITION_TABLE = re.compile(r"(wpe|pos\w*_embed\w*|embed_pos\w*)$", re.ASCII)
+"""Names of tables of positions: wpe, position_embeddings, positions_embed, embed_positions."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,21 @@ def _first_position(model: PreTrainedModel) -> int:
     """Return the number of a sample's first position: 0, or in some models that after the padding token's number."""
     numbering = (module for module in model.modules() if hasattr(module, "create_position_ids_from_input_ids"))
     return next((int(module.padding_idx) + 1 for module in numbering), 0)
+
+
+def num_positions(model: PreTrainedModel) -> int | None:
+    """Return how many positions a model has in a table of its decoder; None if it computes them, as with RoPE.
+
+    The model needs no storage.
+    """
+    towers = tuple(f"{name}." for name in vision_parts(model))
+    sizes = [
+        module.num_embeddings - getattr(module, "offset", 0) - _first_position(model)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and POSITION_TABLE.search(name) and not name.startswith(towers)
+    ]
+    sizes += [len(table) for name, table in model.named_buffers() if name.endswith("attn.embed_positions")]
+    return min(sizes, default=None)
 
 
 def _follow(module: nn.Module, arguments: SampleArguments | None) -> None:

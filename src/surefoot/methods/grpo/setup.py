@@ -40,7 +40,8 @@ from surefoot.methods.training_data import HEARTBEAT_EVERY_S
 from surefoot.models.attention import can_share_prefixes
 from surefoot.models.expert_layouts import experts_of, is_fused_experts
 from surefoot.models.generate import end_tokens
-from surefoot.models.lora import lora_settings, perturbed_lora
+from surefoot.models.lora import find_targets, lora_settings, perturbed_lora
+from surefoot.models.pretrained import meta_model
 from surefoot.models.resolve_model import longest_context
 from surefoot.models.routing import router_names
 from surefoot.models.vision import image_tokens
@@ -78,7 +79,9 @@ def open_server(loaded: LoadedConfig, base: Path, images: ImageSettings | None, 
         if config.vllm_server is not None:
             return config.vllm_server
         where = loaded.where("vllm_command", "rollout_engine")
-        options = _build_options(config, images)
+        settings = lora_settings(config)
+        adapts_experts = settings is not None and bool(find_targets(meta_model(base), settings.targets).experts)
+        options = _build_options(config, images, adapts_experts=adapts_experts)
         servers.append(start_server(config.vllm_command, base, options, _build_environment(config), log, where))
         return servers[0].address
 
@@ -126,7 +129,7 @@ def drift_check(config: GrpoConfig) -> Callable[[int, Mapping[str, float]], None
     return check_drift
 
 
-def _build_options(config: GrpoConfig, images: ImageSettings | None) -> list[str]:
+def _build_options(config: GrpoConfig, images: ImageSettings | None, *, adapts_experts: bool) -> list[str]:
     """Return the options of `vllm serve`. Those of `vllm_args` come last, and win."""
     is_raw = config.cuts_sampling and config.temperature == 1.0
     options: dict[str, Any] = {
@@ -145,6 +148,8 @@ def _build_options(config: GrpoConfig, images: ImageSettings | None) -> list[str
         options["--max-lora-rank"] = next(
             (rank for rank in VLLM_LORA_RANKS if rank >= config.lora_rank), config.lora_rank
         )
+        if adapts_experts:
+            flags.append("--enable-mixed-moe-lora-format")  # adapters have the experts of a layer in one tensor
         options["--max-loras"] = 2  # the newest adapter is loaded before the previous one is unloaded
     if config.vllm_sleep:
         flags.append("--enable-sleep-mode")

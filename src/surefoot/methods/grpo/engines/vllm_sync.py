@@ -149,8 +149,11 @@ class AdapterSync(Sync):
             )
         checksum = hashlib.sha256("".join(digests[name] for name in sorted(digests)).encode()).hexdigest()[:12]
         name = f"{target.name}-{checksum}-{self._start}"
+        request: dict[str, Any] = {"lora_name": name, "lora_path": str(target)}
+        if any(len(shape) == 3 for shape in shapes.values()):
+            request["is_3d_lora_weight"] = True  # the experts of a layer are in one tensor
         try:
-            self._server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(target)}, SYNC_TIMEOUT_S)
+            self._server.post("/v1/load_lora_adapter", request, SYNC_TIMEOUT_S)
         except ServerFailed as error:
             raise self._server.stopped("SF801", f"the adapter {target.name} could not be loaded: {error}") from error
         self._loaded[name] = target
