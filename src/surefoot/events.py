@@ -29,6 +29,8 @@ class DataCounted:
     rows: Mapping[str, int]
     """Row counts by name: read, trained, truncated, skipped."""
     is_complete: bool
+    held_out: int | None = None
+    """Number of rows that `eval_fraction` keeps for evaluation; None if it keeps none, or not all rows are prepared."""
 
 
 @dataclass(frozen=True)

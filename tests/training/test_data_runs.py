@@ -169,7 +169,8 @@ def test_no_sample_is_longer_than_a_table_of_positions(
 
 def test_a_part_of_the_data_is_held_out(settings: dict[str, Any], tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "all.jsonl", counting_rows(60))
-    result, _ = run(settings, dataset=str(data), eval_fraction=0.25, max_steps=1)
+    result, seen = run(settings, dataset=str(data), eval_fraction=0.25, max_steps=1)
+    assert seen.counted[0].held_out == 60 - result.examples["read"]
     lines = [json.loads(line) for line in (result.run_folder / "metrics.jsonl").read_text().splitlines()]
     assert any("eval_loss" in line for line in lines)
     assert 30 < result.examples["read"] < 60

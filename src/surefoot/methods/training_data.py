@@ -170,7 +170,10 @@ class RunData:
         dataset = self.train.without_validation()  # bad rows that no step has reached yet are counted, not refused
         counts = dataset.counts()
         is_complete = self.train.preparation.is_complete
-        self._emit(DataCounted(counts.as_dict(), is_complete))
+        held_out = None
+        if self._config.eval_fraction and self.held_out is not None and is_complete:
+            held_out = self.held_out.without_validation().counts().read
+        self._emit(DataCounted(counts.as_dict(), is_complete, held_out))
         if counts.skipped:
             examples = "; ".join(f"{place}: {reason}" for place, reason in islice(dataset.skipped(), 3))
             self._emit(Notice(f"{counts.skipped} of {counts.read} rows skipped: {examples}"))

@@ -127,6 +127,10 @@ def _has_logged_metrics(event: Event, every: int) -> TypeGuard[StepEnded | Evalu
     return isinstance(event, Evaluated) or (isinstance(event, StepEnded) and _is_logged_step(event, every))
 
 
+SHOWN_ROUNDLY = 10_000_000
+"""Number of parameters from which on one digit after the decimal point of millions is enough."""
+
+
 class Screen:
     """Progress for a person: one line per logged step, rewritten in place on a terminal."""
 
@@ -144,18 +148,20 @@ class Screen:
                 self._show_preparation(event)
         elif isinstance(event, DataCounted):
             rows = ", ".join(f"{count} {name}" for name, count in event.rows.items())
-            self._write_line(
-                f"data: rows {rows}" + ("" if event.is_complete else " (so far; the rest is being prepared)")
-            )
+            held_out = f"; {event.held_out} held out for evaluation" if event.held_out is not None else ""
+            pending = "" if event.is_complete else " (so far; the rest is being prepared)"
+            self._write_line(f"data: rows {rows}{held_out}{pending}")
         elif isinstance(event, RunStarted):
             self._began, self._first_step = time.perf_counter(), event.first_step
             share = event.trainable_parameters / event.all_parameters
+            digits = 1 if event.all_parameters >= SHOWN_ROUNDLY else 2
             steps = (
                 f"{event.total_steps} step{'s' * (event.total_steps != 1)}, " if event.total_steps is not None else ""
             )
+            trained, total = event.trainable_parameters / 1e6, event.all_parameters / 1e6
             self._write_line(
-                f"training {event.trainable_parameters / 1e6:.2f} M of {event.all_parameters / 1e6:.1f} M parameters "
-                f"({share:.2%}), {steps}into {event.run_folder}"
+                f"training {trained:.2f} M of {total:.{digits}f} M parameters ({share:.2%}), "
+                f"{steps}into {event.run_folder}"
             )
         elif isinstance(event, StepEnded) and _is_logged_step(event, self._every):
             self._write(self._format_progress(event), end="\n" if event.is_last or not self._live else "")
