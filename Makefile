@@ -28,7 +28,7 @@ test-models: $(VENV)/.dev
 	rm -rf build/models && mkdir -p build/models
 	SUREFOOT_MODEL_RESULTS=$(CURDIR)/build/models $(PYTEST) --dist load tests/models/test_architectures.py
 	$(BIN)/python docs/list_models.py build/models
-	$(PYTEST) -m models tests/models/test_adapter_architectures.py tests/distributed/test_architecture_ranks.py
+	$(PYTEST) -m models tests/models/test_adapter_architectures.py tests/distributed/test_architecture_ranks.py tests/planner/test_architecture_plans.py
 
 # With a real vLLM server, which has a virtual environment of its own: it wants another transformers.
 test-vllm: $(VENV)/.dev .venv-vllm/.done

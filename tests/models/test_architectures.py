@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from surefoot.data.collate import MicroBatch
 from tests.models.architectures import ARCHITECTURES, CAUSAL, Line, tiny_model
 from tests.support import model_check
-from tests.support.model_check import Result, check_architecture, packed_batch
+from tests.support.model_check import IMAGES_ARE_TESTED, Result, check_architecture, packed_batch
 
 REPRESENTATIVE = (
     "llama", "mixtral", "deepseek_v3", "qwen3_5_moe_text", "mamba2", "lfm2", "gpt_oss", "gemma2", "mistral",
@@ -60,6 +60,7 @@ def test_the_results_are_those_of_the_table() -> None:
         name: line.reason or "" for name, line in ARCHITECTURES.items()
     }
     assert all(row["trains"] == (row["reason"] == "") for row in rows)
+    assert {row["type"] for row in rows if row["images"]} == IMAGES_ARE_TESTED
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,7 @@ def test_a_checkpointed_function_may_be_recomputed_twice() -> None:
         ("codegen", 64),
         ("gptj", 64),
         ("openai-gpt", 64),
+        ("ctrl", 64),
         ("git", 64),
         ("llama", None),
         ("bloom", None),

@@ -35,13 +35,14 @@ from surefoot.models.lora import LoraSettings
 from surefoot.models.peft_layout import find_unreadable
 from surefoot.training.step import train_step
 from tests.support.vision import KINDS
+from tests.support.vision_families import FAMILIES
 
 LENGTHS = (13, 7, 17)
 """Tokens of the samples in the packed row: longer and shorter than the windows of the tiny models."""
 LOSS_WITHIN, GRADIENT_WITHIN, EXPORT_WITHIN = 1e-5, 1e-4, 1e-4
 NEGLIGIBLE = 1e-3
 """Share of the norm of all gradients below which a gradient is compared with that share instead of its own norm."""
-IMAGES_ARE_TESTED = {*KINDS}
+IMAGES_ARE_TESTED = {*KINDS, *FAMILIES}
 """Architectures that tests/vision trains on images."""
 MODES: dict[str, tuple[str, ...] | None] = {
     "full": None,

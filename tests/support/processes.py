@@ -17,7 +17,7 @@ def training_process(supervisor: int) -> psutil.Process:
 
 
 def command_lines(pid: int) -> dict[psutil.Process, list[str]]:
-    """The processes below one, with the command line of each; one that ends meanwhile is left out."""
+    """Return the command line of each descendant of a process; a descendant that ends meanwhile is left out."""
     lines = {}
     for child in psutil.Process(pid).children(recursive=True):
         with suppress(psutil.NoSuchProcess):

@@ -78,7 +78,7 @@ def _probe_output_layer(model: PreTrainedModel) -> nn.Linear | None:
         with eval_no_grad(model):
             hidden = body_of(model)(**inputs).last_hidden_state
             logits = model(**inputs).logits
-            # The first step names what values that are not finite come from.
+            # Equal also where values are not finite: the first step reports those and their origin.
             return torch.allclose(head(hidden).float(), logits.float(), rtol=1e-3, atol=1e-4, equal_nan=True)
 
     is_plain = as_fsdp_forward(model, is_head_plain)()

@@ -172,7 +172,8 @@ class RunData:
         is_complete = self.train.preparation.is_complete
         held_out = None
         if self._config.eval_fraction and self.held_out is not None and is_complete:
-            held_out = self.held_out.without_validation().counts().read
+            evaluated = self.held_out.without_validation().counts()
+            held_out = evaluated.trained + evaluated.truncated
         self._emit(DataCounted(counts.as_dict(), is_complete, held_out))
         if counts.skipped:
             examples = "; ".join(f"{place}: {reason}" for place, reason in islice(dataset.skipped(), 3))

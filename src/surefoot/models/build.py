@@ -61,8 +61,8 @@ __all__ = [
 
 ADVICE_ON_WEIGHTS = {
     "missing": "Filling them with random values would train a broken model; use a complete checkpoint.",
-    "of another shape": "config.json is not of these weights, or a file is damaged.",
-    "unknown": "Without them the model would compute something else. Is config.json of these weights?",
+    "of another shape": "config.json does not belong to these weights, or a file is damaged.",
+    "unknown": "Without them the model would compute something else. Does config.json belong to these weights?",
 }
 """What may be done about weights that do not fit a model, by what is wrong with them."""
 
@@ -103,11 +103,12 @@ def build_without_storage(
     packed_attention: str | None,
     layers: int | None = None,
     freeze_vision: bool = True,
+    is_run: bool = True,
 ) -> BuiltModel:
     """Build the model of `build_model` from its config alone, under an active FakeTensorMode.
 
     `packed_attention`: name of a function for attention over packed samples, for models that can be given one; None for
-    the model's own. `layers`: build only the first layers of the decoder.
+    the model's own. `layers`: build only the first layers of the decoder. `is_run`: whether forwards of it will run.
     Raises: ModelError for a config that transformers cannot build, or targets that match nothing.
     """
     config = load_config(folder)
@@ -127,7 +128,8 @@ def build_without_storage(
     else:
         _freeze_beside_text(model, freeze_vision=freeze_vision)
     accept_samples(model)
-    isolate_without_values(model, has_own_attention=not is_packed)
+    if is_run:
+        isolate_without_values(model, has_own_attention=not is_packed)
     return _prepare_for_training(
         model, targets, dtype=dtype, gradient_checkpointing=gradient_checkpointing, isolation=Isolation()
     )
@@ -284,7 +286,8 @@ def _load_weights(
     problems = {
         "missing": sorted(name for name in info["missing_keys"] if not is_lora(name)),
         "of another shape": [
-            f"{name} ({tuple(stored)} in the file, {tuple(own)} by config.json)"
+            f"{name} ({tuple(stored)} in the files, {tuple(own)} by config.json"
+            f"{', in the part of this rank' if is_sharded else ''})"
             for name, stored, own in sorted(info["mismatched_keys"])
         ],
         "unknown": sorted(info["unexpected_keys"]),

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils import _pytree
 from transformers import PreTrainedModel
 
@@ -110,15 +110,21 @@ def isolate_samples(model: PreTrainedModel, dtype: torch.dtype, *, is_sharded: b
 
 
 def isolate_without_values(model: PreTrainedModel, *, has_own_attention: bool) -> None:
-    """Let those parts run once per sample that `isolate_samples` usually finds. Tensors need no storage.
+    """Run the parts once per sample that `isolate_samples` usually finds. Tensors need no storage.
 
     They are the parts that convolve tokens, as recurrent layers do, and, with the model's own attention, those that get
-    a mask of the whole row.
+    a mask of the whole row, unless they share states with other layers. Position embeddings whose frequencies depend on
+    the values of positions get constant ones, of the same size.
     """
     decoder = decoder_of(model)
+    for name in _find_rotary(decoder):
+        rotary = decoder.get_submodule(name)
+        kinds = rotary.rope_type
+        rotary.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"  # type: ignore[assignment]
     for name, shapes in _Probe(model, torch.float32).observe_parts(decoder).items():
         part = decoder.get_submodule(name)
         is_masked = has_own_attention and any(len(dims) > 1 for dims in shapes.arguments.values())
+        is_masked = is_masked and not hasattr(part, "is_kv_shared_layer")
         if is_masked or any(isinstance(module, nn.Conv1d) for module in part.modules()):
             run_per_sample(part, shapes, is_stateful=False)
 
@@ -245,7 +251,7 @@ class _Probe:
         """Turn what a forward raises into a ModelError: the model has its own weights and ordinary tokens."""
         try:
             yield
-        except (torch.OutOfMemoryError, DataDependentOutputException):
+        except (torch.OutOfMemoryError, DataDependentOutputException, DynamicOutputShapeException):
             raise
         except (IndexError, RuntimeError, ValueError) as error:
             if missing := MISSING_KERNELS.search(str(error)):

@@ -195,5 +195,5 @@ def _set_attributes(module: nn.Module, state: dict[str, Any]) -> None:
 
 
 def same_rows(together: Tensor, alone: Tensor, tolerance: float) -> bool:
-    """Return whether two results are equal up to rounding. What is not finite tells nothing, and counts as equal."""
+    """Return whether two results are equal up to rounding; non-finite values are no evidence of mixing."""
     return not bool((together - alone).norm() > tolerance * alone.norm())

@@ -22,6 +22,8 @@ from surefoot.models.vision import vision_parts
 ARGUMENT = "samples"
 POSITION_TABLE = re.compile(r"(wpe|pos\w*_embed\w*|embed_pos\w*)$", re.ASCII)
 """Names of tables of positions: wpe, position_embeddings, positions_embed, embed_positions."""
+TABLE_BUFFERS = ("attn.embed_positions", "pos_encoding")
+"""Endings of the names of tables of positions that are not trained (GPT-J, CTRL)."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def num_positions(model: PreTrainedModel) -> int | None:
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding) and POSITION_TABLE.search(name) and not name.startswith(towers)
     ]
-    sizes += [len(table) for name, table in model.named_buffers() if name.endswith("attn.embed_positions")]
+    sizes += [len(table) for name, table in model.named_buffers() if name.endswith(TABLE_BUFFERS)]
     return min(sizes, default=None)
 
 

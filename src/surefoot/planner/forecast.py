@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import torch
 from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from surefoot.config import RolloutConfig, RunConfig, vllm_settings
 from surefoot.config.vllm_args import SMALLER, memory_share, pipeline_parallel, tensor_parallel, value_of
@@ -165,11 +165,17 @@ class _ModelSpec:
     freeze_vision: bool
 
     def build(
-        self, *, is_checkpointed: bool = False, layers: int | None = None, has_own_attention: bool = False
+        self,
+        *,
+        is_checkpointed: bool = False,
+        layers: int | None = None,
+        has_own_attention: bool = False,
+        is_run: bool = True,
     ) -> BuiltModel:
         """Build the model, or its first `layers` decoder layers. Call it in a FakeTensorMode.
 
-        `has_own_attention`: whether it computes with masks that attention over packed samples does not build.
+        `has_own_attention`: whether it computes with masks that attention over packed samples does not build. `is_run`:
+        whether forwards of it will run.
         """
         return build_without_storage(
             self.base,
@@ -179,6 +185,7 @@ class _ModelSpec:
             packed_attention=None if has_own_attention else ATTENTION,
             layers=layers,
             freeze_vision=self.freeze_vision,
+            is_run=is_run,
         )
 
 
@@ -331,7 +338,7 @@ def _raise_as_model_error(base: Path) -> Iterator[None]:
         yield
     except (SurefootError, NeedsOwnAttentionError):
         raise
-    except DataDependentOutputException as error:
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ModelError(
             f"{base / 'config.json'}: cannot forecast this model: its code decides by values ({error}), and a forecast "
             "computes without any. Measure a few steps with max_steps instead."
@@ -347,7 +354,7 @@ def _raise_as_model_error(base: Path) -> Iterator[None]:
 def _count_sizes(spec: _ModelSpec) -> Sizes:
     with _raise_as_model_error(spec.base), FakeTensorMode():
         check_fields(spec.base)
-        return count_sizes(spec.build())
+        return count_sizes(spec.build(is_run=False))
 
 
 @lru_cache(maxsize=64)

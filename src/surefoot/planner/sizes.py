@@ -33,6 +33,8 @@ EXPERT_FIELDS = (
     *NUM_EXPERTS_FIELDS, "moe_intermediate_size", "num_experts_per_tok", "shared_expert_intermediate_size",
     "n_shared_experts",
 )  # fmt: skip
+OTHER_NAMES = {"num_hidden_layers": ("num_layers", "layers_block_type", "hybrid_override_pattern")}
+"""Names of fields in config.json that transformers' classes compute others from."""
 WITHOUT_KEYS = {"linear_attention", "conv", "mamba", "recurrent", "moe", "mlp"}
 """Kinds of layers that keep no keys and values of the tokens before."""
 
@@ -143,7 +145,7 @@ def _count_cached_elements(text: PreTrainedConfig) -> int:
     heads = getattr(text, "num_attention_heads", None)
     if not heads:
         return 0
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    width = text.to_dict().get("head_dim") or text.hidden_size // heads  # as attributes, some differ by layer
     return _count_latent_elements(text) or 2 * int(getattr(text, "num_key_value_heads", None) or heads) * int(width)
 
 
@@ -189,7 +191,7 @@ def check_fields(base: Path) -> None:
     for field in required:
         attribute_map = getattr(config, "attribute_map", {})  # aliases of fields; families map in either direction
         family_name = attribute_map.get(field, field)
-        names = {field, family_name} | {
+        names = {field, family_name, *OTHER_NAMES.get(field, ())} | {
             name for name, target in attribute_map.items() if target in (field, family_name)
         }
         if text is config_json and not names & config_json.keys():  # nested configs omit defaults

@@ -159,7 +159,7 @@ def _reads_grids(vision: Any) -> bool:
 def _window_cells(vision: Any) -> int:
     """Return the cells of a window of the tower; 1 without windows. Images are assumed to consist of whole windows."""
     side = vision.patch_size * vision.spatial_merge_size
-    return int((getattr(vision, "window_size", side) // side) ** 2)
+    return max(1, int((getattr(vision, "window_size", side) // side) ** 2))
 
 
 def _attend(

@@ -5,14 +5,14 @@ import json
 import os
 from contextlib import suppress
 from html import escape
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from surefoot.diagnostics.report.charts import charts
 from surefoot.diagnostics.report.run_history import Row, RunHistory, read_run_history
 from surefoot.errors import ConfigError, InputError, StorageError
-from surefoot.system.atomic_io import cache_folder, make_folder, raise_storage_error, write_text
+from surefoot.system.atomic_io import cache_folder, write_text
 
 REPORT = "report.html"
 PROMPT_SHOWN, COMPLETION_SHOWN = 300, 2000
@@ -82,20 +82,19 @@ def _load_chart_script() -> str:
         ) from error
     try:
         path = cache_folder() / "report" / f"vega-embed-{version('vl-convert-python')}.js"
-    except InputError:  # without a home folder there is no cache
+    except (InputError, PackageNotFoundError):  # without a home folder or a version there is no cache
         path = None
     script = _read_cached_script(path) if path else None
     if script is None:
         script = vl_convert.javascript_bundle()  # type: ignore[call-arg] # the argument that its type hints require is optional
         if path:
-            with suppress(StorageError), raise_storage_error(path):
-                make_folder(path.parent)
+            with suppress(StorageError):
                 write_text(path, f"// SHA-256 of what follows: {_sha256_of_text(script)}\n{script}")
     return script
 
 
 def _read_cached_script(path: Path) -> str | None:
-    """Return the cached script, or None if there is none that is complete and this user's or the system's own."""
+    """Return the cached script; None if it is missing, damaged or the file of another user."""
     try:
         if path.stat().st_uid not in (0, os.getuid()):
             return None
