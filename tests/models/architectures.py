@@ -1,6 +1,7 @@
 """Table of the suite's architectures: what the tiny configuration of each changes, and why one does not train."""
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -346,7 +347,9 @@ ARCHITECTURES = {**CAUSAL, **VISION, **VARIANTS}
 def tiny_config(name: str, vocab_size: int = VOCAB_SIZE) -> PreTrainedConfig:
     """Return the tiny configuration of a line."""
     line = ARCHITECTURES[name]
-    changes = dict(line.changes) if vocab_size == VOCAB_SIZE else {**line.changes, "vocab_size": vocab_size}
+    changes = deepcopy(dict(line.changes))  # configurations write into the mappings that they are given
+    if vocab_size != VOCAB_SIZE:
+        changes["vocab_size"] = vocab_size
     return tiny(CONFIG_MAPPING[line.of or name], changes)
 
 
