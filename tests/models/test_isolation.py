@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from surefoot.errors import ModelError
+from surefoot.methods.token_loss import TokenLoss
 from surefoot.models.attention import implementation_for
 from surefoot.models.isolation import isolate_samples
 from surefoot.models.sample_layout import SampleLayout, accept_samples, keep_layout_on_recompute, num_positions
@@ -241,3 +242,4 @@ def test_values_that_are_not_finite_are_left_to_the_first_step(weight: str) -> N
     with torch.no_grad():
         model.get_parameter(weight).fill_(float("nan"))
     assert isolate_samples(model, torch.float32, is_sharded=False).apart == {}
+    assert not TokenLoss(model).holds_all_logits, "Llama neither scales nor caps its logits"

@@ -189,6 +189,9 @@ def longcat() -> PreTrainedModel:
         (partial(tiny_model, "modernbert-decoder"), 8, 4, 0),
         (partial(tiny_model, "nemotron_h"), 5, 4, 2),
         (partial(tiny_model, "xlnet"), 0, 4, 0),
+        (partial(tiny_model, "bamba"), 5, 6, 0),
+        (partial(tiny_model, "lfm2"), 6, 6, 0),
+        (partial(tiny_model, "recurrent_gemma"), 10, 9, 0),
     ],
 )
 def test_groups_of_models_with_other_names(

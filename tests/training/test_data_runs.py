@@ -171,6 +171,11 @@ def test_a_part_of_the_data_is_held_out(settings: dict[str, Any], tmp_path: Path
     data = write_jsonl(tmp_path / "all.jsonl", counting_rows(60))
     result, seen = run(settings, dataset=str(data), eval_fraction=0.25, max_steps=1)
     assert seen.counted[0].held_out == 60 - result.examples["read"]
+    shorter = {"max_length": 60, "truncation": "drop", "max_steps": 1, "dataset": str(data)}
+    everything, _ = run(settings, **shorter, output_dir=str(tmp_path / "all"))
+    part, seen = run(settings, **shorter, eval_fraction=0.25, output_dir=str(tmp_path / "part"))
+    assert everything.examples["skipped"] > part.examples["skipped"] > 0
+    assert seen.counted[0].held_out == everything.examples["trained"] - part.examples["trained"]
     lines = [json.loads(line) for line in (result.run_folder / "metrics.jsonl").read_text().splitlines()]
     assert any("eval_loss" in line for line in lines)
     assert 30 < result.examples["read"] < 60

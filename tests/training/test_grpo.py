@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 import surefoot
 from surefoot.config import changed_fields, load_config
@@ -23,6 +24,7 @@ from surefoot.methods.grpo.reward_checks import EngineDriftDetector, NoSignalDet
 from surefoot.methods.training_data import describe
 from surefoot.training.checkpoint import list_checkpoints
 from surefoot.training.trainer import train
+from tests.models.architectures import tiny_model
 from tests.support.data import write_jsonl
 from tests.support.grpo import VOWELS, lines, reward_file
 from tests.support.processes import surefoot as command
@@ -538,6 +540,25 @@ def test_a_run_that_comes_to_no_step_says_nothing_of_a_page(grpo: dict[str, Any]
     assert "report.html" not in done.stderr
 
 
+def test_a_prompt_leaves_room_for_its_completion_in_a_table_of_positions(
+    grpo: dict[str, Any], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """RoBERTa's table has a place for padding, so that it has fewer positions than its config.json says."""
+    tiny_model("roberta", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "roberta")
+    tokenizer.save_pretrained(tmp_path / "roberta")
+    changes = {"model": str(tmp_path / "roberta"), "target_modules": "all", "max_completion_length": 60}
+    with pytest.raises(DataError, match="context of 63 "):
+        surefoot.train({**grpo, **changes}, screen=False)
+
+
+def write_vllm(folder: Path) -> str:
+    """Write a command that keeps its options and variables beside it and ends with status 7; return its path."""
+    script = folder / "vllm"
+    script.write_text('#!/bin/sh\necho "$*" > "$0.options"\nenv > "$0.variables"\nexit 7\n')
+    script.chmod(0o755)
+    return str(script)
+
+
 @pytest.mark.parametrize(
     ("changes", "options", "variables"),
     [
@@ -559,10 +580,7 @@ def test_a_run_that_comes_to_no_step_says_nothing_of_a_page(grpo: dict[str, Any]
 def test_a_server_is_started_with_what_the_run_asks_of_it(
     grpo: dict[str, Any], tmp_path: Path, changes: dict[str, Any], options: list[str], variables: list[str]
 ) -> None:
-    script = tmp_path / "vllm"
-    script.write_text('#!/bin/sh\necho "$*" > "$0.options"\nenv > "$0.variables"\nexit 7\n')
-    script.chmod(0o755)
-    given = {**grpo, "rollout_engine": "vllm", "vllm_command": str(script), **changes}
+    given = {**grpo, "rollout_engine": "vllm", "vllm_command": write_vllm(tmp_path), **changes}
     with pytest.raises(StoppedOnFinding, match="status 7") as stopped:
         surefoot.train({name: value for name, value in given.items() if value is not None}, screen=False)
     assert stopped.value.finding.code == "SF801"
@@ -579,10 +597,8 @@ def test_a_server_is_started_with_what_the_run_asks_of_it(
 def test_a_server_is_told_that_adapters_have_experts(
     grpo: dict[str, Any], model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    script = tmp_path / "vllm"
-    script.write_text('#!/bin/sh\necho "$*" > "$0.options"\nexit 7\n')
-    script.chmod(0o755)
-    changes = {"model": str(model_folder("qwen2_moe")), "rollout_engine": "vllm", "vllm_command": str(script)}
+    model = str(model_folder("qwen2_moe"))
+    changes = {"model": model, "rollout_engine": "vllm", "vllm_command": write_vllm(tmp_path)}
     with pytest.raises(StoppedOnFinding):
         surefoot.train({**grpo, **changes}, screen=False)
     assert "--enable-mixed-moe-lora-format" in (tmp_path / "vllm.options").read_text()

@@ -214,12 +214,14 @@ def open_data(
     """Open the data that a config names and detect its formats. `shard_digests`: see `Dataset`. Raises: DataError."""
     model = load_config(base)
     text_config = model.get_text_config()
+    context = longest_context(text_config.to_dict())
+    # A model with RoPE has no table; building it, even without storage, takes a second where there are many layers.
+    table = None if getattr(text_config, "rope_parameters", None) else num_positions(meta_model(base))
     inputs = ModelInputs(
         tokenizer,
         int(text_config.vocab_size),
-        longest_context(text_config.to_dict()),
-        # A model with RoPE has no table; building it, even without storage, takes a second where there are many layers.
-        None if getattr(text_config, "rope_parameters", None) else num_positions(meta_model(base)),
+        min((size for size in (context, table) if size is not None), default=None),
+        table,
         *open_images(loaded, base, model, tokenizer),
     )
 

@@ -100,11 +100,7 @@ def packed_attention(
     `options`: those that transformers passes: scaling, dropout, sliding_window, softcap, s_aux, position_bias.
     Shapes: query [1, heads, T, D], key [1, kv_heads, T, D], value [1, kv_heads, T, V] -> [1, T, heads, V].
     """
-    samples = current_layout()
-    if samples is None:
-        raise ModelError(f"{type(module).__name__} was called without the samples of its row (`samples`).")
-    if query.shape[2] != samples.num_tokens or key.shape[2] != samples.num_tokens:
-        raise NeedsOwnAttentionError(f"{query.shape[2]} queries, {key.shape[2]} keys")
+    samples = samples_of_row(module, query, key)
     if query.is_cuda and torch.is_autocast_enabled("cuda"):
         query, key, value = (tensor.to(torch.get_autocast_dtype("cuda")) for tensor in (query, key, value))
     layer = read_settings(attention_mask, options)
@@ -115,6 +111,19 @@ def packed_attention(
     if layer.is_plain and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _attend_in_one_kernel(query, key, value, samples, layer), None
     return attend_sample_by_sample(query, key, value, samples, layer), None
+
+
+def samples_of_row(module: nn.Module, query: Tensor, key: Tensor) -> SampleLayout:
+    """Return the samples of the row whose attention is computed, for queries and keys [1, heads, T, D].
+
+    Raises: ModelError if the model was not told its samples; NeedsOwnAttentionError if it attends to other states.
+    """
+    samples = current_layout()
+    if samples is None:
+        raise ModelError(f"{type(module).__name__} was called without the samples of its row (`samples`).")
+    if query.shape[2] != samples.num_tokens or key.shape[2] != samples.num_tokens:
+        raise NeedsOwnAttentionError(f"{query.shape[2]} queries, {key.shape[2]} keys")
+    return samples
 
 
 def read_settings(attention_mask: Tensor | SampleMask | None, options: dict[str, Any]) -> AttentionSettings:

@@ -64,7 +64,7 @@ ADVICE_ON_WEIGHTS = {
     "of another shape": "config.json does not belong to these weights, or a file is damaged.",
     "unknown": "Without them the model would compute something else. Does config.json belong to these weights?",
 }
-"""What may be done about weights that do not fit a model, by what is wrong with them."""
+"""Advice on weights that do not fit a model, by the kind of problem."""
 
 
 class Sharding(Protocol):

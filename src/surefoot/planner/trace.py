@@ -21,13 +21,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from surefoot.data.collate import MicroBatch
 from surefoot.data.image_processor import Vision
-from surefoot.models.attention import SHARES_HEADS, attend_sample_by_sample, read_settings
+from surefoot.models.attention import SHARES_HEADS, attend_sample_by_sample, read_settings, samples_of_row
 from surefoot.models.attention_math import attend, attend_by_definition, with_heads_of
 from surefoot.models.build import BuiltModel
 from surefoot.models.decoder_layers import decoder_layers
 from surefoot.models.expert_layouts import is_fused_experts
-from surefoot.models.sample_layout import current_layout
-from surefoot.models.sample_masks import NeedsOwnAttentionError, SampleMask, describe_mask
+from surefoot.models.sample_masks import SampleMask, describe_mask
 from surefoot.models.vision import vision_tower
 from surefoot.planner.expert_dispatch import Exchange, exchanged_bytes
 from surefoot.planner.op_costs import ATTEND, ATTENTION_OPS, count_flops, count_moved_bytes, list_tensors
@@ -221,10 +220,7 @@ class _FlashAttention:
         attention_mask: Tensor | SampleMask | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        samples = current_layout()
-        assert samples is not None
-        if query.shape[2] != samples.num_tokens or key.shape[2] != samples.num_tokens:
-            raise NeedsOwnAttentionError(f"{query.shape[2]} queries, {key.shape[2]} keys")
+        samples = samples_of_row(module, query, key)
         layer = read_settings(attention_mask, options)
         if not layer.is_plain:
             has_scores = self.is_on_gpu and (layer.terms.sinks is not None or layer.terms.softcap is not None)
