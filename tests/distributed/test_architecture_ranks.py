@@ -26,8 +26,12 @@ JOBS: dict[str, dict[str, Any]] = {
     "llama4_text": LORA,
     "mamba2": LORA,
     "qwen3_5_moe_text": FULL,
+    "falcon_h1": FULL,
+    "hrm_text": FULL,
+    "kimi_linear": LORA,
+    "olmo_hybrid": LORA,
 }
-WITHOUT_EXPERTS = {"llama", "gemma2", "mamba2"}
+WITHOUT_EXPERTS = {"llama", "gemma2", "mamba2", "falcon_h1", "hrm_text", "olmo_hybrid"}
 CANNOT_SHARE_EXPERTS = {"llama4_text"}
 TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "1": (1, {}),

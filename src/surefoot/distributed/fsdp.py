@@ -12,6 +12,7 @@ The loss is normalised over the global batch, so gradients are summed, never ave
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -97,8 +98,11 @@ class Sharding:
 
     def _fully_shard(self, module: nn.Module, mesh: Any, ignored: set[nn.Parameter], *, free: bool) -> None:
         options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if self.layout.offload else {}
+        cls = type(module)
         fully_shard(module, mesh=mesh, reshard_after_forward=free, ignored_params=ignored, **options)
         assert isinstance(module, FSDPModule)
+        # transformers leaves the buffers of a class from elsewhere without values.
+        type(module).__module__ = cls.__module__
         module.set_gradient_divide_factor(1.0)
         if mesh.size() > 1:
             # A divide factor goes through PREMUL_SUM otherwise, which gloo lacks and NCCL gets wrong in bfloat16
@@ -135,7 +139,10 @@ def as_fsdp_forward(model: PreTrainedModel, function: Callable[..., T]) -> Calla
     if not _is_fully_sharded(model):
         return function
     name = f"_surefoot_{function.__name__}"
-    setattr(model, name, function)
+
+    def forward(_: None, *args: Any, **kwargs: Any) -> T:
+        return function(*args, **kwargs)
+
+    setattr(model, name, forward)
     register_fsdp_forward_method(model, name)
-    run: Callable[..., T] = getattr(model, name)
-    return run
+    return partial(getattr(model, name), None)  # without an argument, torch 2.11 fails on a GPU

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.core_model_loading import Transpose
+from transformers.distributed.sharding_utils import DtensorShardOperation
 
 from surefoot.models.checkpoint_weights import CheckpointWeights
 
@@ -32,7 +33,7 @@ def streamed(cls: type[PreTrainedModel], folder: Path, dtype: torch.dtype) -> ty
     def load(model: PreTrainedModel, state_dict: Any, files: list[str] | None, *rest: Any) -> Any:
         if files and all(file.endswith(".safetensors") for file in files):
             state_dict = CheckpointWeights(folder, dtype).slices
-        with _load_one_tensor_at_a_time(), _detect_layout_from_part():
+        with _load_one_tensor_at_a_time(), _detect_layout_from_part(), _convert_whole_tensors():
             return cls._load_pretrained_model(model, state_dict, files, *rest)
 
     return type(cls.__name__, (cls,), {"_load_pretrained_model": staticmethod(load), "__module__": cls.__module__})
@@ -86,6 +87,45 @@ def _detect_layout_from_part() -> Iterator[None]:
         yield
     finally:
         Transpose.convert = original
+
+
+@contextmanager
+def _convert_whole_tensors() -> Iterator[None]:
+    """Let conversions join, split and permute whole tensors, and cut their results into each rank's part.
+
+    transformers up to 5.23 cuts the tensors of the checkpoint first. Three convolutions that become one along their
+    first dimension, or a fused weight that becomes several, would have their rows in another order on several ranks.
+    Stacks of experts are cut first, as before: their conversions change the dimensions of one expert.
+    """
+    cut, place = DtensorShardOperation.shard_tensor, core_model_loading.set_param_for_module
+
+    def read(
+        self: DtensorShardOperation, source: Any, tensor_idx: int | None = None, device: Any = None, dtype: Any = None
+    ) -> Any:
+        shape = source.shape if isinstance(source, Tensor) else source.get_shape()
+        is_one_of_several = tensor_idx is not None and len(shape) == self.param_ndim - 1
+        is_stack = len(shape) > 2 and shape[0] == self._axis0_size
+        if tensor_idx is None or is_one_of_several or is_stack:
+            return cut(self, source, tensor_idx, device, dtype)
+        return source[...].to(device=device, dtype=dtype)
+
+    def set_part(model: PreTrainedModel, target_name: str, param_value: Tensor, *rest: Any) -> None:
+        owner, _, leaf = target_name.rpartition(".")
+        reference = getattr(model.get_submodule(owner), leaf, None)
+        is_part = isinstance(reference, DTensor) and reference.to_local().shape != reference.shape
+        if isinstance(reference, DTensor) and is_part and param_value.shape == reference.shape:
+            param_value = cut(
+                DtensorShardOperation(reference), param_value, None, param_value.device, param_value.dtype
+            )
+        place(model, target_name, param_value, *rest)
+
+    DtensorShardOperation.shard_tensor = read
+    core_model_loading.set_param_for_module = set_part
+    try:
+        yield
+    finally:
+        DtensorShardOperation.shard_tensor = cut
+        core_model_loading.set_param_for_module = place
 
 
 @contextmanager
