@@ -442,6 +442,13 @@ def test_a_constant_schedule_of_transformers_has_no_warm_up(tmp_path: Path) -> N
          {"nproc_per_node": 2}, None),
         ("llamafactory-cli train --model_name_or_path m --dataset d --dataset_dir REMOTE:a/b", {"dataset_dir": None},
          "dataset_dir = REMOTE:a/b"),
+        ("llamafactory-cli train --model_name_or_path m --dataset d --dataset_dir my/data", {"dataset_dir": "my/data"},
+         "nproc_per_node"),
+        ("swift sft --model m --dataset d --lora_dropout 0 --target_modules q_proj "
+         "--target_parameters mlp.experts.gate_up_proj",
+         {"target_modules": ["q_proj", "mlp.experts.gate_up_proj"]}, None),
+        ("swift sft --model m --dataset d --lora_dropout 0 --target_parameters mlp.experts.down_proj",
+         {"target_modules": "mlp.experts.down_proj"}, None),
     ],
 )  # fmt: skip
 def test_what_another_program_means(words: str, settings: dict[str, Any], left_out: str | None) -> None:

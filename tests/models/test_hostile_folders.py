@@ -22,6 +22,7 @@ from surefoot.models.export import merge_adapter
 from surefoot.models.pretrained import meta_model
 from surefoot.models.resolve_model import weight_files
 from surefoot.training.export import load, load_adapter
+from tests.models.architectures import tiny_model
 from tests.support.adapters import logits_of, save, trained_model
 from tests.support.data import write_jsonl
 from tests.support.processes import surefoot
@@ -451,3 +452,11 @@ def test_several_templates_of_which_none_is_the_default_are_refused(folder: Path
     for name in ("one", "two"):
         (folder / "additional_chat_templates" / f"{name}.jinja").write_text("{{ messages }}")
     assert cli.main(["chat", str(folder), "--prompt", "x"]) == 2
+
+
+def test_an_unknown_kind_of_layer_is_named_after_a_long_list_of_the_known(tmp_path: Path) -> None:
+    config = tiny_model("qwen3_next").config.to_dict()
+    config["layer_types"] = ["linear_attention", "super_attention"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="super_attention"):
+        load_config(tmp_path)

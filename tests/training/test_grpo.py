@@ -417,7 +417,7 @@ def test_rewards_of_answers_that_are_cut_are_told_from_those_of_whole_ones() -> 
 
 
 def test_a_completion_longer_than_the_context_is_refused_by_row(grpo: dict[str, Any]) -> None:
-    message = "12 rows .*context of 256 less max_completion_length=6: .* Lower max_compl"
+    message = r"12 rows .*context less max_completion_length \(256 - 250\)=6: .* Lower max_compl"
     with pytest.raises(DataError, match=message):
         surefoot.train(grpo, max_completion_length=250, screen=False)
     with pytest.raises(ConfigError, match="max_completion_length=256 leaves .* 256 tokens"):

@@ -38,7 +38,7 @@ ALIASES: dict[str, str] = {
     **dict.fromkeys(["image_max_pixels"], "max_pixels"),
     **dict.fromkeys(["image_min_pixels"], "min_pixels"),
     "media_dir": "image_dir",
-    **dict.fromkeys(["moe_aux_loss_coeff", "aux_loss_coef"], "router_aux_loss_coef"),
+    **dict.fromkeys(["moe_aux_loss_coeff", "moe_aux_loss_coef", "aux_loss_coef"], "router_aux_loss_coef"),
     "moe_router_bias_update_rate": "router_bias_update_rate",
     **dict.fromkeys(["logging_interval"], "logging_steps"),
     **dict.fromkeys(["save_interval"], "save_steps"),

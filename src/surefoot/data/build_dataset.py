@@ -75,7 +75,7 @@ def open_dataset(
     longest, limit, added = config.max_row_tokens, config.row_limit_setting, config.max_added_tokens
     advice = ""
     if added and context is not None and context - added < longest:
-        longest, limit = context - added, f"the context of {context} less max_completion_length"
+        longest, limit = context - added, f"the context less max_completion_length ({context} - {added})"
         advice = "Lower max_completion_length"
         if longest < 1:
             raise ConfigError(

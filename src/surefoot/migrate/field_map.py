@@ -129,7 +129,9 @@ def _map_data(run: ParsedRun, name: str, value: Any) -> MappedSettings:
     if name in ("dataset_text_field", "dataset_prompt_column") and isinstance(value, str):
         role = "text" if name == "dataset_text_field" else "prompt"
         return {} if value == role else {"columns": {role: value}}
-    if name == "dataset_dir" and str(value).upper().startswith(("ONLINE", "REMOTE:")):
+    if name == "dataset_dir" and not str(value).upper().startswith(("ONLINE", "REMOTE:")):
+        return {"dataset_dir": str(value)}
+    if name == "dataset_dir":
         return {} if str(value).upper() == "ONLINE" else None
     if (
         ALIASES.get(name, name) == "eval_fraction"
@@ -146,17 +148,28 @@ def _map_data(run: ParsedRun, name: str, value: Any) -> MappedSettings:
     return ...
 
 
+TARGET_MODULES = ("lora_target", "lora_target_modules", "target_modules")
+TARGET_PARAMETERS = ("lora_target_parameters", "target_parameters")
+
+
 def _map_trained_modules(run: ParsedRun, name: str, value: Any) -> MappedSettings:
     """Map settings of the model, LoRA and the vision tower."""
     if name == "model_name" and run.program == "TRL":
         return {} if "model_name_or_path" in run.settings else {"model": value}
     if name == "adapters":
         return {"init_adapter": value[0] if isinstance(value, list) and value else value}
-    if name in ("lora_target", "lora_target_modules", "target_modules"):
-        names = _parse_target_modules(value)
-        if not names:
-            return None if names is None else {}
-        return {"target_modules": names[0] if len(names) == 1 else names}
+    if name in TARGET_PARAMETERS and run.settings.get("lora_target_linear"):
+        return {}  # which has the experts too
+    if name in (*TARGET_MODULES, *TARGET_PARAMETERS):
+        # PEFT names linear layers and stacks of experts in two settings. The last one in the run carries both.
+        given = [key for key in (*TARGET_MODULES, *TARGET_PARAMETERS) if run.settings.get(key)]
+        parsed = [_parse_target_modules(run.settings[key]) for key in given] if name in given else []
+        if any(names is None for names in parsed):
+            return None
+        combined = list(dict.fromkeys(target for names in parsed for target in names or []))
+        if not combined or name != given[-1]:
+            return {}
+        return {"target_modules": combined[0] if len(combined) == 1 else combined}
     if name == "bf16" and value == "auto":
         return {}
     return ...

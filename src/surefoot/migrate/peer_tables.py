@@ -99,7 +99,8 @@ IGNORED = frozenset(
     "val_batch_size strict_packing eval_sample_packing pad_to_sequence_len dataset_prepared_path xformers_attention "
     "ddp_backend log_level disable_tqdm low_cpu_mem_usage local_rank padding_free liger_rope liger_rms_norm "
     "liger_glu_activation liger_fused_linear_cross_entropy tf32 attention attn strict pad_to_multiple_of "
-    "log_completions strategy flash_attn_2 gradient_checkpointing_use_reentrant".split()
+    "log_completions strategy flash_attn_2 gradient_checkpointing_use_reentrant use_unsloth experts_impl "
+    "experts_implementation use_kernels use_scattermoe lora_mlp_kernel lora_qkv_kernel lora_o_kernel".split()
 )
 """Peer settings that change how a result is computed and not the result; Surefoot does it its own way, or always."""
 

@@ -36,6 +36,8 @@ from surefoot.models.tokenizer_file import check_tokenizer_file
 
 MOST_LAYERS, MOST_EXPERTS, MOST_SIZE = 1000, 100_000, 2**31 - 1
 """Upper bounds of numbers in config.json: creating more modules would take minutes, or overflow."""
+MOST_CHARACTERS = 400
+"""Longest message of transformers that is quoted whole."""
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Numbers of a config that every decoder has, and that are 1 or more."""
 NOT_TRAINED = {"paligemma": "its whole prompt attends in both directions, which a packed row of chats does not tell it"}
@@ -238,7 +240,9 @@ def _reason(error: BaseException) -> str:
     """Return the message of a transformers exception on one line, without advice that does not apply here."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(line for line in lines if "trust_remote_code" not in line)
-    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+    if len(text) > MOST_CHARACTERS:  # what was wrong with a list of names is at its end
+        text = f"{text[: MOST_CHARACTERS // 2]} ... {text[-MOST_CHARACTERS // 2 :]}"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 @contextmanager
