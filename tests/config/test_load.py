@@ -175,10 +175,6 @@ def test_bad_values_say_what_and_where(tmp_path: Path, text: str, message: str) 
             "overwrite_output_dir: true\nresume_from_checkpoint: some/step\n",
             r"overwrite_output_dir .*resume_from_checkpoint .*\(run\.yaml:4, run\.yaml:5\)",
         ),
-        (
-            "compile: true\ngradient_checkpointing: true\n",
-            r"compile .*gradient_checkpointing .*\(run\.yaml:4, run\.yaml:5",
-        ),
         ("chat_template_kwargs: {date: 2024-01-01}\n", r"run\.yaml:4: 2024-01-01 .*date"),
         ("chat_template_kwargs: {code: !!binary aGVsbG8=}\n", r"chat_template_kwargs=.*JSON.*\(run\.yaml:4\)"),
         ("chat_template_kwargs: {tools: {1: a}}\n", r"chat_template_kwargs=.*JSON.*\(run\.yaml:4\)"),

@@ -52,7 +52,7 @@ from surefoot.models.expert_layouts import expert_stacks, layout_of
 from surefoot.models.experts import experts_forward, plug_in
 from surefoot.models.lora import LoraSettings
 from surefoot.models.quantization.base import keep_stored
-from surefoot.models.routing import keep_routing_on_recompute
+from surefoot.models.routing import KeptChoices
 from tests.support import expert_models
 from tests.support.int8_format import INT8
 
@@ -254,7 +254,7 @@ def model_gradients(kind: str, trained: str, checkpointing: bool = False, autoca
     model = expert_models.build(kind, trained)
     expert_models.set_values(dict(model.named_parameters()), lambda parameter, value: parameter.data.copy_(value))
     if checkpointing:
-        options = {"use_reentrant": False, "context_fn": keep_routing_on_recompute}
+        options = {"use_reentrant": False, "context_fn": KeptChoices(model)}
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = expert_models.loss_of(model)

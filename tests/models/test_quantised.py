@@ -1,6 +1,8 @@
 """Quantised checkpoints are trained, exported and opened as transformers reads them back."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -38,6 +40,18 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor], dtype: tor
         if value.is_floating_point() and "correction_bias" not in name:
             assert found[name].dtype == dtype, name
         assert torch.equal(found[name].to(value.dtype), value), name
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp4"])
+def test_quantised_weights_without_their_settings_are_named(
+    name: str, released: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(released(name), tmp_path / "copy")
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="lost its quantization_config"):
+        build_model(folder, lora=LORA, device=CPU, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

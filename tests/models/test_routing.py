@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import load_balancing_loss_func
 
 from surefoot.data.collate import MicroBatch, collate
@@ -24,12 +27,12 @@ from surefoot.methods.token_loss import text_inputs
 from surefoot.models.build import BuiltModel, build_model
 from surefoot.models.lora import LoraSettings
 from surefoot.models.routing import (
+    KeptChoices,
     LayerRouting,
     ReplayedRouting,
     RoutingRecorder,
     check_recorded,
     expert_counts,
-    keep_routing_on_recompute,
     load_balancing_loss,
 )
 from tests.support import expert_models
@@ -155,32 +158,38 @@ def test_the_loss_reaches_the_routers(model_folder: Callable[[str], Path]) -> No
     assert not torch.allclose(*gradients)
 
 
-class FickleRouter(nn.Module):
+class FickleRouter:
     """Decides differently each time it is asked, as another reduction order on a GPU can."""
 
-    calls = 0
+    def __init__(self) -> None:
+        self.calls, self.noise = 0, 0.0
 
-    def __init__(self, router: nn.Module) -> None:
-        super().__init__()
-        self.weight = router.weight
-        self.top_k = router.top_k
-
-    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        FickleRouter.calls += 1
-        logits = hidden.reshape(-1, hidden.shape[-1]) @ self.weight.t()
-        noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(FickleRouter.calls))
-        values, index = torch.topk((logits + noise).softmax(-1), self.top_k, dim=-1)
+    def choose(self, router: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self.calls += 1
+        logits = hidden.reshape(-1, hidden.shape[-1]) @ router.weight.t()
+        noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(self.calls))
+        values, index = torch.topk((logits + self.noise * noise).softmax(-1), router.top_k, dim=-1)
         return logits, values, index
 
 
+@pytest.mark.filterwarnings("ignore")  # torch.compile warns about itself, and fails where a warning is an error
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("is_observed", [False, True])
 def test_checkpointing_uses_the_first_forwards_routing_again(
-    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    is_observed: bool, compiled: bool, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whether the router was seen to choose, or its block is taken to."""
     from surefoot.models import experts
 
-    built = build(model_folder("mixtral"), gradient_checkpointing=True)
-    for layer in built.model.model.layers:
-        layer.mlp.gate = FickleRouter(layer.mlp.gate)
+    fickle = FickleRouter()
+    monkeypatch.setattr(MixtralTopKRouter, "forward", lambda self, hidden: fickle.choose(self, hidden))
+    if not is_observed:
+        monkeypatch.setattr(KeptChoices, "_observe", lambda *_: None)
+    if compiled:
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+        torch._dynamo.reset()
+    built = build(model_folder("mixtral"), gradient_checkpointing=True, compile_layers=compiled)
+    fickle.calls, fickle.noise = 0, 1.0
     seen: list[torch.Tensor] = []
     original = experts.Groups.of
 
@@ -192,7 +201,7 @@ def test_checkpointing_uses_the_first_forwards_routing_again(
     batch = collate(samples(2))
     hidden = built.model.base_model(**text_inputs(batch)).last_hidden_state
     hidden.sum().backward()
-    assert FickleRouter.calls == 4, "two layers, each forward and recomputed"
+    assert fickle.calls == 4, "two layers, each forward and recomputed"
     first, second = seen[:2], seen[2:][::-1]
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -352,7 +361,7 @@ def test_rows_that_routers_sort_by_expert_are_counted_in_the_order_of_the_forwar
 def test_replay_reaches_the_experts_whatever_the_router_chooses_before(kind: str, checkpointing: bool) -> None:
     model = expert_models.build(kind, "full")
     if checkpointing:
-        options = {"use_reentrant": False, "context_fn": keep_routing_on_recompute}
+        options = {"use_reentrant": False, "context_fn": KeptChoices(model)}
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     recorder = RoutingRecorder(model)
     assert recorder.num_experts is not None
@@ -366,6 +375,42 @@ def test_replay_reaches_the_experts_whatever_the_router_chooses_before(kind: str
     expected = [*layers, *layers[::-1]] if checkpointing else layers
     assert len(sent) == len(expected)
     assert all(torch.equal(found, layer) for found, layer in zip(sent, expected, strict=True))
+
+
+class _CountedChoices(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.indices: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.topk.default:
+            self.indices.append(output[1])
+        return output
+
+
+@pytest.mark.parametrize("kind", sorted(expert_models.CONFIGS.keys() - {"jetmoe"}))  # it supports no checkpointing
+@pytest.mark.parametrize("forwards_before", [0, 1])
+def test_every_choice_of_a_forward_is_kept(kind: str, forwards_before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The modules that choose are all known, also before the first forward has shown which of them do."""
+    model = expert_models.build(kind, "full")
+    kept: list[torch.Tensor] = []
+    contexts = KeptChoices(model)
+
+    def remember() -> Any:
+        first, again = contexts()
+        monkeypatch.setattr(first._own, "_chosen", kept)
+        return first, again
+
+    for _ in range(forwards_before):
+        expert_models.loss_of(model)
+    options = {"use_reentrant": False, "context_fn": remember}
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    with _CountedChoices() as counted:
+        expert_models.loss_of(model)
+    assert kept
+    assert len(kept) == len(counted.indices)
+    assert all(torch.equal(one, other) for one, other in zip(kept, counted.indices, strict=True))
 
 
 def test_a_router_that_returns_no_choice_is_not_recorded() -> None:

@@ -237,9 +237,13 @@ def test_layers_with_experts_are_compiled_once_for_all(
 @pytest.mark.matrix
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_layers_give_the_same_losses(settings: dict[str, Any], model_folder: Callable[[str], Path]) -> None:
-    plain = losses(settings, model=str(model_folder("llama")))
-    compiled = losses(settings, model=str(model_folder("llama")), compile=True)
+@pytest.mark.parametrize(("kind", "checkpointing"), [("llama", False), ("llama", True), ("mixtral", True)])
+def test_compiled_layers_give_the_same_losses(
+    kind: str, checkpointing: bool, settings: dict[str, Any], model_folder: Callable[[str], Path]
+) -> None:
+    settings = {**settings, "model": str(model_folder(kind)), "gradient_checkpointing": checkpointing}
+    plain = losses(settings)
+    compiled = losses(settings, compile=True)
     torch.testing.assert_close(torch.tensor(compiled), torch.tensor(plain), atol=1e-4, rtol=1e-4)
 
 

@@ -246,7 +246,7 @@ class RunConfig(BaseModel):
     gradient_checkpointing: FreeOnResume[bool] = False
     """Whether to keep only layer inputs and recompute the rest in the backward pass, with the same expert routing."""
     compile: FreeOnResume[bool] = False
-    """Whether to compile the decoder layers with torch.compile."""
+    """Whether to compile the decoder layers with torch.compile: fewer kernels to launch, after a minute or two."""
     nproc_per_node: Free[int] = Field(default=1, gt=0)
     """Worker processes on each machine: one per GPU, or any number on the CPU."""
     nnodes: Free[int] = Field(default=1, gt=0)

@@ -162,13 +162,6 @@ def _check_length(run: RunConfig) -> Iterator[Contradiction]:
 
 def _check_other_pairs(run: RunConfig, non_default: set[str]) -> Iterator[Contradiction]:
     """Check other settings that exclude each other."""
-    if run.compile and run.gradient_checkpointing:
-        yield Contradiction(
-            "compile and gradient_checkpointing exclude each other: routing of the first forward cannot be carried "
-            "into a compiled recomputation. Keep one",
-            "compile",
-            "gradient_checkpointing",
-        )
     if run.enable_thinking is not None and "enable_thinking" in run.chat_template_kwargs:
         yield Contradiction(
             "enable_thinking is set twice, also in chat_template_kwargs. Keep one",

@@ -10,6 +10,7 @@ Independent of data, loss and optimisers.
 from collections.abc import Callable, Container
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ from surefoot.models import attention, experts, vision
 from surefoot.models.checkpoint_weights import CheckpointWeights, check_weights_fill
 from surefoot.models.decoder_layers import class_name, decoder_layers
 from surefoot.models.dtensor_blocks import load_full
+from surefoot.models.fused_norms import fuse_norms
 from surefoot.models.isolation import Isolation, isolate_samples, isolate_without_values
 from surefoot.models.lora import LoraSettings, LoraTargets, attach, initial_value, is_lora
 from surefoot.models.pretrained import (
@@ -40,7 +42,7 @@ from surefoot.models.pretrained import (
 from surefoot.models.quantization.base import FLOAT, WeightFormat
 from surefoot.models.quantization.released import find_quantization
 from surefoot.models.quantization.store_on_load import StoreOnLoad
-from surefoot.models.routing import RoutingRecorder, keep_routing_on_recompute
+from surefoot.models.routing import KeptChoices, RoutingRecorder, router_names
 from surefoot.models.sample_layout import accept_samples, keep_layout_on_recompute
 from surefoot.models.sample_masks import LAYER_KINDS
 from surefoot.models.weight_loading import computing_on, laid_out_like, parts_stay_in_host_memory, streamed
@@ -59,6 +61,8 @@ __all__ = [
 ]
 
 
+OF_QUANTISED_WEIGHTS = ("_scale_inv", "_blocks", "_scales", ".weight_packed", ".weight_scale")
+"""Endings of the names of tensors that only quantised weights have."""
 ADVICE_ON_WEIGHTS = {
     "missing": "Filling them with random values would train a broken model; use a complete checkpoint.",
     "of another shape": "config.json does not belong to these weights, or a file is damaged.",
@@ -128,10 +132,11 @@ def build_without_storage(
     else:
         _freeze_beside_text(model, freeze_vision=freeze_vision)
     accept_samples(model)
+    kept = KeptChoices(model) if gradient_checkpointing and router_names(model) else None
     if is_run:
         isolate_without_values(model, has_own_attention=not is_packed)
     return _prepare_for_training(
-        model, targets, dtype=dtype, gradient_checkpointing=gradient_checkpointing, isolation=Isolation()
+        model, targets, dtype=dtype, gradient_checkpointing=gradient_checkpointing, kept=kept, isolation=Isolation()
     )
 
 
@@ -195,17 +200,40 @@ def build_model(
     if lora is not None:
         _set_initial_values(model, lora)
     _align_weights(model)
+    if device.type == "cuda":
+        fuse_norms(model)
+    kept = KeptChoices(model) if gradient_checkpointing and router_names(model) else None
     with torch.autocast(device.type, torch.bfloat16, enabled=_is_mixed(model, dtype)):
         isolation = isolate_samples(model, dtype, is_sharded=sharding is not None) if for_packed_rows else Isolation()
     if sharding is not None:
         sharding.reshard(model)  # weights may be loaded before the next forward
     built = _prepare_for_training(
-        model, targets, dtype=dtype, gradient_checkpointing=gradient_checkpointing, isolation=isolation
+        model, targets, dtype=dtype, gradient_checkpointing=gradient_checkpointing, kept=kept, isolation=isolation
     )
     if compile_layers:
-        for layer in decoder_layers(model):
-            layer.compile(dynamic=True)
+        _compile_layers(model, kept)
     return built
+
+
+def _compile_layers(model: PreTrainedModel, kept: KeptChoices | None) -> None:
+    """Compile the decoder layers; under gradient checkpointing what is recomputed, not the checkpointing around it."""
+    if kept is not None:
+        kept.run_eagerly()
+    compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+    def run_layer(checkpoint: Callable[..., Any], forward: partial[Any], *args: Any) -> Any:
+        function = forward.func
+        if function not in compiled:
+            compiled[function] = torch.compile(function, dynamic=True)
+        return checkpoint(partial(compiled[function], *forward.args, **forward.keywords), *args)
+
+    for layer in decoder_layers(model):
+        if getattr(layer, "gradient_checkpointing", False):
+            # transformers gives it the forward of the layer's class with the layer and its keyword arguments.
+            checkpoint = partial(run_layer, layer._gradient_checkpointing_func)  # type: ignore[arg-type]
+            layer._gradient_checkpointing_func = checkpoint  # type: ignore[assignment]
+        else:
+            layer.compile(dynamic=True)
 
 
 def _check_router_dtype(stored: torch.dtype) -> None:
@@ -223,6 +251,7 @@ def _prepare_for_training(
     *,
     dtype: torch.dtype,
     gradient_checkpointing: bool,
+    kept: KeptChoices | None,
     isolation: Isolation,
 ) -> BuiltModel:
     model.train()
@@ -233,8 +262,7 @@ def _prepare_for_training(
             "Set gradient_checkpointing: false."
         )
     if gradient_checkpointing:
-        keep_first = keep_routing_on_recompute if routing.names else keep_layout_on_recompute
-        options: dict[str, Any] = {"use_reentrant": False, "context_fn": keep_first}
+        options: dict[str, Any] = {"use_reentrant": False, "context_fn": kept or keep_layout_on_recompute}
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     return BuiltModel(model, targets, routing, autocast=_is_mixed(model, dtype), isolation=isolation)
 
@@ -292,11 +320,13 @@ def _load_weights(
         ],
         "unknown": sorted(info["unexpected_keys"]),
     }
+    is_quantised = any(name.endswith(OF_QUANTISED_WEIGHTS) for name in problems["unknown"])
     for kind, names in problems.items():
         if names:
+            advice = "They were stored quantised: config.json has lost its quantization_config." if is_quantised else ""
             raise ModelError(
                 f"{folder}: {len(names)} weights are {kind} for {cls.__name__}: {', '.join(names[:3])}. "
-                f"{ADVICE_ON_WEIGHTS[kind]}"
+                f"{advice or ADVICE_ON_WEIGHTS[kind]}"
             )
     experts.plug_in(model)
     if weight_format is not FLOAT:

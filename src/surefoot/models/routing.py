@@ -10,11 +10,13 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from surefoot.errors import ModelError
@@ -229,21 +231,129 @@ def load_balancing_loss(layers: list[LayerRouting], counts: Tensor, num_tokens: 
     return torch.stack(shares).mean()
 
 
-def keep_routing_on_recompute() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Return a `context_fn` for `torch.utils.checkpoint` that repeats the experts chosen in the first forward.
+class KeptChoices:
+    """A `context_fn` for `torch.utils.checkpoint`: a recomputation repeats the experts chosen in the first forward.
 
     A router that decides differently the second time (other kernels, another reduction order) would change the number
     of rows an expert gets, and with it the saved shapes and every expert's gradient. Only the indices are kept: the
     weights are computed again from them, because routers normalise them in place. The samples of the row are those of
     the first forward, too.
+
+    Choices are intercepted only in the modules that make them, because a dispatch mode costs time in every operation:
+    in a router if it returned its choice so far, else in the block around it.
     """
-    chosen: list[Tensor] = []
-    return _RememberChoices(chosen), _RepeatChoices(chosen)
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Add hooks to the modules that may choose."""
+        self._routers: dict[nn.Module, bool] = {}
+        """Whether each router has returned its own choice."""
+        self._blocks: dict[nn.Module, list[nn.Module]] = {}
+        """The routers in each block."""
+        self._indexers = [module for module in model.modules() if type(module).__name__.endswith("Indexer")]
+        """Parts of sparse attention that choose tokens."""
+        for name in router_names(model):
+            router = model.get_submodule(name)
+            self._routers[router] = False
+            self._blocks.setdefault(model.get_submodule(name.rpartition(".")[0]), []).append(router)
+            router.register_forward_hook(torch.compiler.disable(self._observe))
+        modules = (*self._routers, *self._blocks, *self._indexers)
+        self._hooks = {module: _intercept_in(module, partial(self._chooses, module)) for module in modules}
+
+    def __call__(self) -> tuple["_FirstForward", "_Recomputation"]:
+        """Return the contexts of the first forward of a layer and of its recomputation."""
+        chosen: list[Tensor] = []
+        return _FirstForward(_RememberChoices(chosen)), _Recomputation(_RepeatChoices(chosen))
+
+    def run_eagerly(self) -> None:
+        """Leave the modules that choose out of layers that are compiled: what a mode intercepts is not compiled."""
+        for module, hooks in self._hooks.items():
+            if self._chooses(module):
+                module.forward = torch.compiler.disable(module.forward)
+            else:
+                for hook in hooks:
+                    hook.remove()
+
+    def _observe(self, router: nn.Module, _inputs: Any, output: Any) -> None:
+        results = output if isinstance(output, tuple) else (output,)
+        self._routers[router] = any(isinstance(part, Tensor) and not part.is_floating_point() for part in results)
+
+    def _chooses(self, module: nn.Module) -> bool:
+        if module in self._blocks:
+            return not all(self._routers[router] for router in self._blocks[module])
+        return self._routers.get(module, True)
 
 
-class _RememberChoices(TorchDispatchMode):
-    def __init__(self, chosen: list[Tensor]) -> None:
+class _ChoiceMode(TorchDispatchMode):
+    """A mode that intercepts choices, active in the modules that make them."""
+
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.is_entered = False
+
+
+_mode: _ChoiceMode | None = None
+"""The mode of the forward in progress of a layer under gradient checkpointing."""
+
+
+def _intercept_in(module: nn.Module, is_wanted: Callable[[], bool]) -> list[RemovableHandle]:
+    """Activate the current mode in the forwards of a module, where it is wanted and no outer module has done so."""
+    entered: list[_ChoiceMode] = []
+
+    def enter(_module: nn.Module, _inputs: Any) -> None:
+        if _mode is not None and not _mode.is_entered and is_wanted():
+            _mode.is_entered = True
+            _mode.__enter__()  # type: ignore[no-untyped-call]
+            entered.append(_mode)
+
+    def leave(_module: nn.Module, _inputs: Any, _output: Any) -> None:
+        if entered:
+            mode = entered.pop()
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            mode.is_entered = False
+
+    return [
+        module.register_forward_pre_hook(torch.compiler.disable(enter)),
+        # A recomputation ends by raising, when it has all it needs.
+        module.register_forward_hook(torch.compiler.disable(leave), always_call=True),
+    ]
+
+
+class _FirstForward:
+    """The context of a layer's forward in which a mode intercepts choices."""
+
+    def __init__(self, mode: _ChoiceMode) -> None:
+        self._own = mode
+        self._before: _ChoiceMode | None = None
+
+    def __enter__(self) -> None:
+        global _mode
+        self._before, _mode = _mode, self._own
+
+    def __exit__(self, *_: object) -> None:
+        global _mode
+        _mode = self._before
+
+
+class _Recomputation(_FirstForward):
+    """The same for a recomputation, which has the samples of the first forward."""
+
+    def __init__(self, mode: "_RepeatChoices") -> None:
+        super().__init__(mode)
+        self._repeat, self._samples = mode, KeptLayout()
+
+    def __enter__(self) -> None:
+        self._repeat.next = 0
+        self._samples.__enter__()
+        super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._samples.__exit__()
+
+
+class _RememberChoices(_ChoiceMode):
+    def __init__(self, chosen: list[Tensor]) -> None:
+        super().__init__()
         self._chosen = chosen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -253,26 +363,17 @@ class _RememberChoices(TorchDispatchMode):
         return output
 
 
-class _RepeatChoices(TorchDispatchMode):
+class _RepeatChoices(_ChoiceMode):
     def __init__(self, chosen: list[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._chosen = chosen
-        self._samples = KeptLayout()
-        self._next = 0
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self._samples.__exit__()
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-
-    def __enter__(self) -> "_RepeatChoices":
-        self._next = 0
-        self._samples.__enter__()
-        return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
+        self.next = 0
+        """Number of choices of this recomputation so far."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.ops.aten.topk.default:
             return func(*args, **(kwargs or {}))
-        index = self._chosen[self._next]
-        self._next += 1
+        index = self._chosen[self.next]
+        self.next += 1
         dim = args[2] if len(args) > 2 else (kwargs or {}).get("dim", -1)
         return args[0].gather(dim, index), index
