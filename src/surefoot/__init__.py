@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from surefoot.system.process import is_rank, launcher_number, without_garbage_collection
+from surefoot.version import __version__
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from surefoot.data.inspect import DataReport
     from surefoot.training.run_summary import RunResult
 
-__version__ = "0.1.0"
 __all__ = ["__version__", "complete", "describe_data", "export", "load", "train", "upcycle"]
 
 

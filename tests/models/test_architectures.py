@@ -15,9 +15,21 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from surefoot.data.collate import MicroBatch
+from surefoot.models.build import build_model
+from surefoot.models.lora import LoraSettings
 from tests.models.architectures import ARCHITECTURES, CAUSAL, Line, tiny_model
 from tests.support import model_check
-from tests.support.model_check import IMAGES_ARE_TESTED, Result, check_architecture, packed_batch
+from tests.support.model_check import (
+    CPU,
+    IMAGES_ARE_TESTED,
+    Reference,
+    Result,
+    check_architecture,
+    packed_batch,
+    sample_tokens,
+    train_two_steps,
+    wanted_of,
+)
 
 REPRESENTATIVE = (
     "llama", "mixtral", "deepseek_v3", "qwen3_5_moe_text", "mamba2", "lfm2", "gpt_oss", "gemma2", "mistral",
@@ -61,6 +73,21 @@ def test_the_results_are_those_of_the_table() -> None:
     }
     assert all(row["trains"] == (row["reason"] == "") for row in rows)
     assert {row["type"] for row in rows if row["images"]} == IMAGES_ARE_TESTED
+
+
+@pytest.mark.parametrize(("name", "targets"), [("mamba2", ("all",)), ("gpt_oss", None), ("gpt_oss", ("all",))])
+def test_states_and_weights_of_two_types_train(
+    name: str, targets: tuple[str, ...] | None, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """Mamba's states are float32 beside weights in bfloat16; queries of autocast are bfloat16 beside float32 sinks."""
+    tiny_model(name).to(torch.bfloat16).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    settings = LoraSettings(rank=2, alpha=3.0, targets=targets) if targets else None
+    built = build_model(tmp_path, lora=settings, device=CPU, dtype=torch.bfloat16)
+    wanted, _ = wanted_of(built, settings, Reference(tmp_path))
+    losses, _, _ = train_two_steps(built, packed_batch(sample_tokens()))
+    assert losses[0] == pytest.approx(wanted, rel=0.01)
+    assert losses[1] < losses[0]
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from surefoot.errors import ModelError
 from surefoot.methods.token_loss import TokenLoss
+from surefoot.models import sample_layout
 from surefoot.models.attention import implementation_for
 from surefoot.models.isolation import isolate_samples
 from surefoot.models.sample_layout import SampleLayout, accept_samples, keep_layout_on_recompute, num_positions
@@ -116,6 +118,29 @@ def test_a_sample_that_continues_another_reads_its_state() -> None:
     rows = [torch.cat([prompt, first], dim=1), torch.cat([prompt, second], dim=1)]
     whole = [run_alone("qwen3_next", row, [row.shape[1]])[:, 9:] for row in rows]
     torch.testing.assert_close(shared[:, 9:], torch.cat(whole, dim=1), atol=1e-4, rtol=1e-4)
+
+
+class _StrictIndices(TorchDispatchMode):
+    """Fails where a GPU would end the process: on numbers of places that do not exist."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.scatter, torch.ops.aten.gather):
+            tensor, dim, index = args[:3]
+            assert 0 <= int(index.min()) <= int(index.max()) < tensor.shape[dim], func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["hy_v4", "deepseek_v32", "qwen2_moe"])
+def test_no_part_is_run_with_numbers_of_tokens_that_its_sample_does_not_have(name: str) -> None:
+    with _StrictIndices():
+        prepare(name)
+
+
+def test_transformers_does_not_look_for_samples_that_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for the device to do so."""
+    model, _ = prepare("llama")
+    monkeypatch.setattr(sample_layout, "_find_samples", lambda _: pytest.fail("it looked at the positions"))
+    model(input_ids=draw_tokens(model, sum(LENGTHS)), position_ids=positions(LENGTHS), samples=SampleLayout.of(LENGTHS))
 
 
 def test_a_recomputation_has_the_samples_of_its_own_forward() -> None:

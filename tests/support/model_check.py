@@ -37,6 +37,7 @@ from surefoot.training.step import train_step
 from tests.support.vision import KINDS
 from tests.support.vision_families import FAMILIES
 
+CPU = torch.device("cpu")
 LENGTHS = (13, 7, 17)
 """Tokens of the samples in the packed row: longer and shorter than the windows of the tiny models."""
 LOSS_WITHIN, GRADIENT_WITHIN, EXPORT_WITHIN = 1e-5, 1e-4, 1e-4
@@ -151,15 +152,15 @@ def attention_of(config: PreTrainedConfig) -> str:
     return "sdpa" if config.model_type == "falcon" else "eager"
 
 
-class _Reference:
+class Reference:
     """transformers' own model of a folder, one sample at a time."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> None:
         config = load_config(folder)
         self.model: PreTrainedModel = model_class(folder, config).from_pretrained(
-            folder, dtype=torch.float32, attn_implementation=attention_of(config), experts_implementation="eager"
+            folder, dtype=dtype, attn_implementation=attention_of(config), experts_implementation="eager"
         )
-        self.model.train()
+        self.model.to(device).train()
         self._initial = copy.deepcopy(self.model.state_dict())
 
     def loss(self, samples: list[Tensor], changes: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -190,8 +191,9 @@ def mean_loss(model: nn.Module, samples: list[Tensor]) -> Tensor:
     losses = []
     for sample in samples:
         _forget_longest_position(model)
-        logits = model(input_ids=sample[None], use_cache=False).logits[0]
-        losses.append(F.cross_entropy(logits[:-1].float(), sample[1:], reduction="sum"))
+        logits = model(input_ids=sample[None].to(next(model.parameters()).device), use_cache=False).logits[0]
+        targets = sample[1:].to(logits.device)
+        losses.append(F.cross_entropy(logits[:-1].float(), targets, reduction="sum"))
     return torch.stack(losses).sum() / sum(len(sample) - 1 for sample in samples)
 
 
@@ -254,7 +256,7 @@ def low_rank_gradients(built: BuiltModel, scaling: float, gradients: Mapping[str
             wanted[name] = gradients.get(name, torch.zeros_like(parameters[name]))
             continue
         a, b = parameters[f"{name[:-1]}A"].detach(), parameters[f"{name[:-1]}B"].detach()
-        gradient = gradients.get(_base_name(name), torch.zeros_like(parameters[_base_name(name)]))
+        gradient = gradients.get(_base_name(name), torch.zeros_like(parameters[_base_name(name)])).float()
         merged = b @ a
         if _is_transposed(built.model, _base_name(name), merged):
             gradient = gradient.reshape(merged.mT.shape).mT
@@ -276,14 +278,22 @@ def worst_difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) 
     return worst, where
 
 
-def _train(built: BuiltModel, batch: MicroBatch) -> tuple[list[float], dict[str, Tensor], Callable[[], float]]:
+def train_two_steps(
+    built: BuiltModel, batch: MicroBatch, *, device: torch.device = CPU, learning_rate: float = 1e-2
+) -> tuple[list[float], dict[str, Tensor], Callable[[], float]]:
     """Take two steps; return their losses, the first gradients, and a function for the loss afterwards."""
     parameters = trainable_parameters(built.model)
     objective = SftObjective(built, 0.0)
-    optimizer = _RecordingAdamW(parameters.values(), lr=1e-2, weight_decay=0.0)
-    context = TrainContext(built.model, parameters, optimizer, objective, SINGLE_PROCESS, torch.device("cpu"))
+    optimizer = _RecordingAdamW(parameters.values(), lr=learning_rate, weight_decay=0.0)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=built.autocast)
+    context = TrainContext(
+        built.model, parameters, optimizer, objective, SINGLE_PROCESS, device, forward_context=lambda: autocast
+    )
+    batch = batch.to(device)
     totals = BatchTotals(batch.num_tokens, batch.num_trained, batch.trained_weight)
-    losses = [train_step([batch], totals, context, learning_rate=1e-2, max_grad_norm=0.0).loss for _ in range(2)]
+    losses = [
+        train_step([batch], totals, context, learning_rate=learning_rate, max_grad_norm=0.0).loss for _ in range(2)
+    ]
     assert optimizer.first is not None
 
     def loss_now() -> float:
@@ -310,26 +320,32 @@ def _open(folder: Path, stock: type[PreTrainedModel]) -> PreTrainedModel:
     return opened.eval()
 
 
+def wanted_of(
+    built: BuiltModel, settings: LoraSettings | None, reference: Reference
+) -> tuple[float, dict[str, Tensor]]:
+    """Give the low-rank pairs values; return the loss of the samples and the gradients of all trained parameters."""
+    if settings is None:
+        loss, gradients = reference.loss(sample_tokens(), {})
+        return float(loss), gradients
+    generator = torch.Generator().manual_seed(11)
+    for name, parameter in trainable_parameters(built.model).items():
+        if name.endswith(("lora_A", "lora_B")):
+            parameter.data += torch.randn(parameter.shape, generator=generator).to(parameter) * 0.2
+    loss, gradients = reference.loss(sample_tokens(), low_rank_change(built, settings.scaling))
+    return float(loss), low_rank_gradients(built, settings.scaling, gradients)
+
+
 def check_mode(
-    folder: Path, work: Path, targets: tuple[str, ...] | None, reference: _Reference, tokenizer: PreTrainedTokenizerBase
+    folder: Path, work: Path, targets: tuple[str, ...] | None, reference: Reference, tokenizer: PreTrainedTokenizerBase
 ) -> ModeResult:
     """Train one mode and compare it. Raises whatever the program raises."""
     samples = sample_tokens()
-    batch = packed_batch(samples)
     settings = LoraSettings(rank=2, alpha=3.0, targets=targets) if targets else None
-    built = build_model(folder, lora=settings, device=torch.device("cpu"), dtype=torch.float32)
-    changes: dict[str, Tensor] = {}
-    if settings is not None:
-        torch.manual_seed(11)
-        for name, parameter in trainable_parameters(built.model).items():
-            if name.endswith(("lora_A", "lora_B")):
-                parameter.data += torch.randn_like(parameter) * 0.2
-        changes = low_rank_change(built, settings.scaling)
-    wanted_loss, merged_gradients = reference.loss(samples, changes)
-    wanted = low_rank_gradients(built, settings.scaling, merged_gradients) if settings else merged_gradients
-    losses, gradients, loss_now = _train(built, batch)
+    built = build_model(folder, lora=settings, device=CPU, dtype=torch.float32)
+    wanted_loss, wanted = wanted_of(built, settings, reference)
+    losses, gradients, loss_now = train_two_steps(built, packed_batch(samples))
     taken_apart = sorted(built.isolation.apart)
-    result = ModeResult(loss=losses[0], taken_apart=taken_apart, loss_difference=abs(losses[0] - float(wanted_loss)))
+    result = ModeResult(loss=losses[0], taken_apart=taken_apart, loss_difference=abs(losses[0] - wanted_loss))
     result.gradient_difference, result.worst_gradient = worst_difference(gradients, wanted)
     if not (result.loss_difference <= LOSS_WITHIN and result.gradient_difference <= GRADIENT_WITHIN):
         result.state = "wrong"
@@ -370,12 +386,12 @@ def check_architecture(
     folder = work / "base"
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    reference: _Reference | None = None
+    reference: Reference | None = None
     for mode, targets in modes.items():
         if mode == "experts" and not result.has_experts:
             continue
         try:
-            reference = reference or _Reference(folder)
+            reference = reference or Reference(folder)
             result.modes[mode] = check_mode(folder, work / mode, targets, reference, tokenizer)
         except SurefootError as error:
             state = "empty" if "is empty in" in str(error) else "refused"

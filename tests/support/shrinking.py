@@ -79,7 +79,9 @@ PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_typ
 
 def tiny(cls: type[PreTrainedConfig], changes: Mapping[str, Any]) -> PreTrainedConfig:
     """Return a small configuration of a class. `changes`: fields of other values; a mapping for one of its parts."""
-    optional = {name: {} for name in changes if name in cls.sub_configs and getattr(cls(), name, None) is None}
+    optional: dict[str, Any] = {
+        name: {} for name in changes if name in cls.sub_configs and getattr(cls(), name, None) is None
+    }
     defaults = cls(**optional)
     values: dict[str, Any] = {}
     for name in _names_of(cls):

@@ -128,7 +128,8 @@ Make = Callable[[str], Path]
 
 
 def built(base: Path, **lora: Any) -> BuiltModel:
-    model = build_model(base, lora=LoraSettings(**{**TRAINED, **lora}), device=torch.device("cpu"), dtype=torch.float32)  # type: ignore[arg-type]
+    settings: dict[str, Any] = {**TRAINED, **lora}
+    model = build_model(base, lora=LoraSettings(**settings), device=torch.device("cpu"), dtype=torch.float32)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():  # B is zero at first, and would hide what A does
         for parameter in trainable_parameters(model.model).values():

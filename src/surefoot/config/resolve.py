@@ -27,7 +27,8 @@ def resolve(loaded: LoadedConfig, num_ranks: int) -> LoadedConfig:
     """
     run = loaded.run
     device = device_type(loaded)
-    dtype = run.dtype if run.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
+    has_bfloat16 = device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
+    dtype = run.dtype if run.dtype != "auto" else "bfloat16" if has_bfloat16 else "float32"
     size = run.global_batch_size or run.sequences_per_step * num_ranks
     setting = run.sequences_per_row_setting
     if setting is not None and size % run.sequences_per_row:

@@ -79,7 +79,8 @@ def _probe_output_layer(model: PreTrainedModel) -> nn.Linear | None:
             hidden = body_of(model)(**inputs).last_hidden_state
             logits = model(**inputs).logits
             # Equal also where values are not finite: the first step reports those and their origin.
-            return torch.allclose(head(hidden).float(), logits.float(), rtol=1e-3, atol=1e-4, equal_nan=True)
+            own = F.linear(*_cast_head_inputs(hidden, head))
+            return torch.allclose(own.float(), logits.float(), rtol=1e-3, atol=1e-4, equal_nan=True)
 
     is_plain = as_fsdp_forward(model, is_head_plain)()
     reshard(model)  # weights may be loaded before the next forward
@@ -208,8 +209,11 @@ class TokenLogprobs:
 
 
 def _cast_head_inputs(hidden: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cast the states, weight and bias to autocast's type, so that all chunks of a batch share a copy of the weight."""
-    dtype = hidden.dtype
+    """Cast the states, weight and bias to one type, so that all chunks of a batch share a copy of the weight.
+
+    The type is autocast's, else that of the weight: some decoders return float32 states whatever their weights are.
+    """
+    dtype = head.weight.dtype
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
     return hidden.to(dtype), head.weight.to(dtype), head.bias.to(dtype) if head.bias is not None else None

@@ -101,9 +101,10 @@ def forward_sorted(module: Any, inputs: Tensor, expert_size: list[int]) -> Tenso
 def _apply_experts(module: Any, layout: ExpertLayout, x_S: Tensor, ids_S: Tensor) -> Tensor:
     """Return the experts' outputs for rows sorted by expert, before norms and weights."""
     num_experts = _num_experts(module, layout)
-    first = stack_of(module, layout.stacks[0])
-    dtype = computing_dtype(x_S, getattr(first.owner, first.leaf), format_of(first.owner))
-    groups = Groups.of(ids_S, num_experts, dtype)
+    owners = [(stack.owner, stack.leaf) for stack in (stack_of(module, name) for name in layout.stacks)]
+    stored = [getattr(owner, leaf) for owner, leaf in owners]
+    dtype = computing_dtype(x_S, stored[0], format_of(owners[0][0]))
+    groups = Groups.of(ids_S, num_experts, dtype, [width for stack in stored for width in stack.shape[-2:]])
     x_S = x_S.to(dtype)
     outputs = [_multiply(module, name, x_S, groups) for name in layout.up]
     up_S = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
@@ -111,7 +112,7 @@ def _apply_experts(module: Any, layout: ExpertLayout, x_S: Tensor, ids_S: Tensor
 
 
 def _multiply(module: Any, name: str, x_S: Tensor, groups: Groups) -> Tensor:
-    stack, num_experts = stack_of(module, name), groups.counts.shape[0]
+    stack, num_experts = stack_of(module, name), groups.count
     owner, leaf = stack.owner, stack.leaf
     kind = StackKind(format_of(owner), stack.is_transposed, getattr(owner, "lora_scaling", 0.0))
     others = [getattr(owner, f"{leaf}_{part}", None) for part in ("lora_A", "lora_B", "bias")]

@@ -13,6 +13,7 @@ Shape suffixes: T tokens, K experts per token, S = T*K rows sorted by expert, E 
 R rank.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -91,14 +92,26 @@ class _Variant:
     gate: SwiGLU | ModuleGate
 
     def projections(
-        self, tensors: tuple[Any, ...], groups: Groups, dtype: torch.dtype
+        self, tensors: Sequence[Any], groups: Groups, dtype: torch.dtype, pairs: Sequence[Tensor | None] = (None,) * 4
     ) -> tuple[GroupedProjection, GroupedProjection]:
-        """Return both projections; `tensors` as `_Experts.forward` takes them."""
+        """Return both projections; `tensors` as `_Experts.forward` takes them, `pairs` as `_pairs_of` returns them."""
         up, down, up_a, up_b, down_a, down_b, up_bias, down_bias, *companions = tensors
         half = len(companions) // 2
         first = StackTensors([up, *companions[:half]], up_a, up_b, up_bias)
         second = StackTensors([down, *companions[half:]], down_a, down_b, down_bias)
-        return GroupedProjection(self.kind, first, groups, dtype), GroupedProjection(self.kind, second, groups, dtype)
+        return (
+            GroupedProjection(self.kind, first, groups, dtype, _as_pair(*pairs[:2])),
+            GroupedProjection(self.kind, second, groups, dtype, _as_pair(*pairs[2:])),
+        )
+
+
+def _pairs_of(*projections: GroupedProjection) -> list[Tensor | None]:
+    """Return the low-rank pairs of both projections as they are multiplied, each tensor or None."""
+    return [tensor for projection in projections for tensor in projection.pair or (None, None)]
+
+
+def _as_pair(a: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    return (a, b) if a is not None and b is not None else None
 
 
 class _Experts(torch.autograd.Function):
@@ -116,8 +129,10 @@ class _Experts(torch.autograd.Function):
         """`tensors`: both stacks; A and B of both, and both biases, each a tensor or None; other stored tensors."""
         tokens, top_k = index_TK.shape
         dtype = computing_dtype(hidden_TH, tensors[0], variant.kind.weight_format)
-        ids, order_S = torch.sort(index_TK.reshape(-1), stable=True)
-        groups = Groups.of(ids, tensors[0].shape[0], dtype)
+        # Sorting takes a pass for each byte of a key.
+        key_dtype = torch.int16 if tensors[0].shape[0] < torch.iinfo(torch.int16).max else torch.int32
+        ids, order_S = torch.sort(index_TK.reshape(-1).to(key_dtype), stable=True)
+        groups = Groups.of(ids, tensors[0].shape[0], dtype, (*tensors[0].shape[1:], *tensors[1].shape[1:]))
         up, down = variant.projections(tensors, groups, dtype)
         token_S = order_S // top_k
 
@@ -126,19 +141,23 @@ class _Experts(torch.autograd.Function):
 
         weight_S = weights_TK.reshape(-1)[order_S].to(dtype)
         position_S = torch.empty_like(order_S)
-        position_S[order_S] = torch.arange(order_S.numel(), device=order_S.device)
+        position_S.scatter_(0, order_S, torch.arange(order_S.numel(), device=order_S.device))
         out_TH = out_SH.mul_(weight_S[:, None])[position_S].view(tokens, top_k, out_SH.shape[1]).sum(1)
 
-        ctx.save_for_backward(hidden_TH, token_S, position_S, weight_S, gate_up_S, up_low_SR, down_low_SR, *tensors)
+        pairs = _pairs_of(up, down)
+        ctx.save_for_backward(
+            hidden_TH, token_S, position_S, weight_S, gate_up_S, up_low_SR, down_low_SR, *pairs, *tensors
+        )
         ctx.variant, ctx.groups, ctx.top_k, ctx.weights_dtype = variant, groups, top_k, weights_TK.dtype
         return out_TH.to(hidden_TH.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out_TH: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_TH, token_S, position_S, weight_S, gate_up_S, up_low_SR, down_low_SR, *tensors = ctx.saved_tensors
+        hidden_TH, token_S, position_S, weight_S, gate_up_S, up_low_SR, down_low_SR, *others = ctx.saved_tensors
+        pairs, tensors = others[:4], others[4:]
         dtype, tokens = gate_up_S.dtype, hidden_TH.shape[0]
-        up, down = ctx.variant.projections(tensors, ctx.groups, dtype)
+        up, down = ctx.variant.projections(tensors, ctx.groups, dtype, pairs)
         needs_hidden, _, needs_weights, _, *needs = ctx.needs_input_grad
         needs_of_up, needs_of_down = (needs[0], *needs[2:4], needs[6]), (needs[1], *needs[4:6], needs[7])
 

@@ -6,13 +6,17 @@ kernel, no host synchronisation) for bfloat16 on CUDA, and one `mm` per non-empt
 Shapes: S rows sorted by group, E groups; `x [S, in]`, `dy [S, out]`, `weight [E, out, in]`, `bias [E, out]`.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 
+FUSED_ON = (9, 10)
+"""Major compute capabilities for which `grouped_mm` has a kernel: Hopper and data-centre Blackwell."""
 STRIDE_ELEMENTS = 8
 """Number of elements in the row stride that `grouped_mm` needs: 16 bytes, 8 elements of bfloat16."""
 
@@ -21,36 +25,52 @@ STRIDE_ELEMENTS = 8
 class Groups:
     """Assignment of S sorted rows to E groups."""
 
-    counts: Tensor
-    """Rows per group, int64 [E]."""
     offsets: Tensor
     """End of each group, int32 [E]."""
     spans: list[tuple[int, int, int]] | None
     """(group, begin, end) of each non-empty group on the host; None where one kernel computes all groups."""
 
     @classmethod
-    def of(cls, ids: Tensor, num_groups: int, dtype: torch.dtype) -> "Groups":
-        """Count sorted `ids [S]`, 0 <= id < num_groups. The host waits for the device only if no kernel is fused."""
+    def of(cls, ids: Tensor, num_groups: int, dtype: torch.dtype, widths: Iterable[int]) -> "Groups":
+        """Count sorted `ids [S]`, 0 <= id < num_groups, for products with matrices of these widths in `dtype`.
+
+        The host waits for the device only where no kernel computes all groups.
+        """
         if isinstance(ids, FakeTensor):  # without values: one group has all rows, which needs the same memory and work
-            counts = ids.new_empty(num_groups)
-            return cls(counts, counts.int(), [(0, 0, len(ids))])
-        offsets = torch.searchsorted(ids, torch.arange(num_groups, device=ids.device), right=True, out_int32=True)
-        counts = offsets.diff(prepend=offsets.new_zeros(1)).long()
-        if _is_fused(ids.device, dtype):
-            return cls(counts, offsets, None)
+            return cls(ids.new_empty(num_groups, dtype=torch.int32), [(0, 0, len(ids))])
+        numbers = torch.arange(num_groups, dtype=ids.dtype, device=ids.device)
+        offsets = torch.searchsorted(ids, numbers, right=True, out_int32=True)
+        if _is_fused(ids.device, dtype, widths):
+            return cls(offsets, None)
         ends = offsets.tolist()
         spans = [
             (e, begin, end) for e, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)) if end > begin
         ]
-        return cls(counts, offsets, spans)
+        return cls(offsets, spans)
+
+    @property
+    def count(self) -> int:
+        """Number of groups."""
+        return self.offsets.shape[0]
+
+    @cached_property
+    def sizes(self) -> Tensor:
+        """Rows per group, int64 [E]."""
+        return self.offsets.diff(prepend=self.offsets.new_zeros(1)).long()
+
+    @cached_property
+    def is_empty(self) -> Tensor:
+        """Whether each group has no rows, bool [E, 1, 1]."""
+        return (self.sizes == 0)[:, None, None]
 
 
-def _is_fused(device: torch.device, dtype: torch.dtype) -> bool:
+def _is_fused(device: torch.device, dtype: torch.dtype, widths: Iterable[int]) -> bool:
+    """Return whether one kernel computes the products of all groups. Elsewhere torch waits for the host in each."""
     return (
         device.type == "cuda"
         and dtype == torch.bfloat16
-        and hasattr(F, "grouped_mm")
-        and torch.cuda.get_device_capability(device) >= (8, 0)
+        and torch.cuda.get_device_capability(device)[0] in FUSED_ON
+        and all(width % STRIDE_ELEMENTS == 0 for width in widths)
     )
 
 
@@ -94,12 +114,12 @@ def grouped_linear_dx_add_(dx: Tensor, dy: Tensor, weight: Tensor, groups: Group
 
 def grouped_linear_dw(dy: Tensor, x: Tensor, groups: Groups, scale: float = 1.0) -> Tensor:
     """Compute the gradient of `grouped_linear` by its weights, times `scale`: [E, out, in]. Empty groups get zeros."""
-    shape = (groups.counts.shape[0], dy.shape[1], x.shape[1])
+    shape = (groups.count, dy.shape[1], x.shape[1])
     if groups.spans is None:
         dw = F.grouped_mm(dy.t(), x, offs=groups.offsets)
         # In place: it is as large as the weights. The kernel may leave the matrix of an empty group unwritten.
         dw = dw.mul_(scale) if scale != 1.0 else dw
-        return dw.masked_fill_((groups.counts == 0)[:, None, None], 0)
+        return dw.masked_fill_(groups.is_empty, 0)
     dw = dy.new_zeros(shape) if len(groups.spans) < shape[0] else dy.new_empty(shape)
     for group, begin, end in groups.spans:
         if x.shape[1] < dy.shape[1]:  # a thin product is several times faster on the CPU with its short side as rows
@@ -132,11 +152,11 @@ def grouped_sum(dy: Tensor, groups: Groups) -> Tensor:
     """Compute the gradient of `grouped_bias_add_` by its biases: [S, out] -> [E, out]. Empty groups get zeros."""
     if groups.spans is None:  # a product, because adding by index is not deterministic on CUDA
         return grouped_linear_dw(dy, dy.new_ones(dy.shape[0], STRIDE_ELEMENTS), groups)[..., 0]
-    total = dy.new_zeros(groups.counts.shape[0], dy.shape[1])
+    total = dy.new_zeros(groups.count, dy.shape[1])
     for group, begin, end in groups.spans:
         torch.sum(dy[begin:end], 0, out=total[group])
     return total
 
 
 def _repeat_by_group(bias: Tensor, like: Tensor, groups: Groups) -> Tensor:
-    return bias.repeat_interleave(groups.counts, dim=0, output_size=like.shape[0])
+    return bias.repeat_interleave(groups.sizes, dim=0, output_size=like.shape[0])

@@ -59,10 +59,17 @@ def computing_dtype(x: Tensor, stack: Tensor, weight_format: WeightFormat) -> to
 class GroupedProjection:
     """One stack of experts, ready for the rows of one batch."""
 
-    def __init__(self, kind: StackKind, tensors: StackTensors, groups: Groups, dtype: torch.dtype) -> None:
-        """Prepare the products in the computing type `dtype`."""
+    def __init__(
+        self,
+        kind: StackKind,
+        tensors: StackTensors,
+        groups: Groups,
+        dtype: torch.dtype,
+        pair: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """Prepare the products in the computing type `dtype`; `pair`: what an earlier one has prepared."""
         self._groups, self._scaling, self._tensors = groups, kind.scaling, tensors
-        self._pair = _prepare_lora_pair(tensors.a, tensors.b, groups, dtype)
+        self.pair = pair if pair is not None else _prepare_lora_pair(tensors.a, tensors.b, groups, dtype)
         self._bias = tensors.bias.to(dtype) if tensors.bias is not None else None
         self._is_transposed = kind.is_transposed
         by_weight, by_transpose = kind.weight_format.grouped_linear, kind.weight_format.grouped_linear_dx
@@ -75,20 +82,20 @@ class GroupedProjection:
         y_S = self._multiply(x_S, self._tensors.stored, self._groups)
         if self._bias is not None:
             grouped_bias_add_(y_S, self._bias, self._groups)
-        if self._pair is None:
+        if self.pair is None:
             return y_S, None
-        low_SR = grouped_linear(x_S, self._pair[0], self._groups)
-        return grouped_linear_add_(y_S, low_SR, self._pair[1], self._groups, self._scaling), low_SR
+        low_SR = grouped_linear(x_S, self.pair[0], self._groups)
+        return grouped_linear_add_(y_S, low_SR, self.pair[1], self._groups, self._scaling), low_SR
 
     def low_gradient(self, dy_S: Tensor) -> Tensor | None:
         """Return the gradient by the inner products of the pair, without its scaling."""
-        return grouped_linear_dx(dy_S, self._pair[1], self._groups) if self._pair is not None else None
+        return grouped_linear_dx(dy_S, self.pair[1], self._groups) if self.pair is not None else None
 
     def input_gradient(self, dy_S: Tensor, d_low_SR: Tensor | None) -> Tensor:
         """Return the gradient by the inputs, from that by the outputs and by the inner products of the pair."""
         dx_S = self._multiply_dx(dy_S, self._tensors.stored, self._groups)
-        if self._pair is not None and d_low_SR is not None:
-            grouped_linear_dx_add_(dx_S, d_low_SR, self._pair[0], self._groups, self._scaling)
+        if self.pair is not None and d_low_SR is not None:
+            grouped_linear_dx_add_(dx_S, d_low_SR, self.pair[0], self._groups, self._scaling)
         return dx_S
 
     def dot_bias(self, dy_S: Tensor) -> Tensor | None:

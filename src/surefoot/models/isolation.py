@@ -332,14 +332,26 @@ class _PartObserver:
 
     def _differs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
         for sample, span in enumerate(self._samples.spans):
+            if self._is_given_row_numbers(args, kwargs, sample):
+                return True
             try:
                 alone = self.shapes.run_sample(module.forward, args, kwargs, self._samples, sample)
             except (IndexError, RuntimeError):
-                return True  # it was given the numbers of tokens of the whole row
+                return True  # it cannot compute the tokens of one sample from arguments of the whole row
             together = self.shapes.rows(output, span)
             if not all(map(_are_equal, self._rows(together), self._rows(alone))):
                 return True
         return self._is_unknown and self._reads_other_tokens(module, args, kwargs, output)
+
+    def _is_given_row_numbers(self, args: Any, kwargs: Any, sample: int) -> bool:
+        """Return whether each token of a sample is given numbers of tokens of the whole row, as another layer chose.
+
+        Running the part with them would be an error that ends the process on a GPU.
+        """
+        length = self._samples.lengths[sample]
+        leaves = _pytree.tree_leaves(self.shapes.slice_arguments(args, kwargs, self._samples, sample))
+        lists = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dtype in (torch.int32, torch.int64)]
+        return any(leaf.dim() > 1 and leaf.shape[-2] == length and int(leaf.max()) >= length for leaf in lists)
 
     def _rows(self, output: Any) -> list[Tensor]:
         """Return the results that have a row per token."""

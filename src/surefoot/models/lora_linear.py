@@ -40,10 +40,10 @@ class _LowRank(nn.Module):
         return stored_weight(self, "weight")
 
     def forward(self, input: Tensor) -> Tensor:
-        a, b = self.lora_A.to(input.dtype), self.lora_B.to(input.dtype)
+        a, b = self.lora_A, self.lora_B
         if self.lora_dropout and self.training:
-            low = F.linear(F.dropout(input, self.lora_dropout), a)
-            return super().forward(input) + self.lora_scaling * F.linear(low, b)  # type: ignore[no-any-return]
+            low = F.linear(F.dropout(input, self.lora_dropout), a.to(input.dtype))
+            return super().forward(input) + self.lora_scaling * F.linear(low, b.to(input.dtype))  # type: ignore[no-any-return]
         # The function's own output must not be a view: models add to it in place.
         rows = _LoraLinear.apply(  # type: ignore[no-untyped-call]
             input.reshape(-1, input.shape[-1]), self.bias, a, b, self.lora_scaling, format_of(self), *self._stored()
@@ -89,7 +89,10 @@ def adopt(layer: nn.Module, rank: int, scaling: float, dropout: float) -> None:
 
 
 class _LoraLinear(torch.autograd.Function):
-    """y = x W^T + b + s (x A^T) B^T with W and b frozen: one pass over y forward, and only dx, dA, dB backward."""
+    """y = x W^T + b + s (x A^T) B^T with W and b frozen: one pass over y forward, and only dx, dA, dB backward.
+
+    A and B are cast to the type of x here, and their gradients have their own type.
+    """
 
     @staticmethod
     def forward(
@@ -102,6 +105,8 @@ class _LoraLinear(torch.autograd.Function):
         weight_format: WeightFormat,
         *stored: Tensor,
     ) -> Tensor:
+        ctx.trained_dtype = a.dtype
+        a, b = a.to(rows.dtype), b.to(rows.dtype)
         low = rows @ a.t()
         y = weight_format.linear(rows, stored, bias)
         y.addmm_(low, b.t(), alpha=scaling)
@@ -117,6 +122,14 @@ class _LoraLinear(torch.autograd.Function):
         d_x = None
         if ctx.needs_input_grad[0]:
             d_x = ctx.weight_format.linear_dx(d_rows, stored).addmm_(d_low, a, alpha=ctx.scaling)
-        d_a = (d_low.t() @ rows).mul_(ctx.scaling)
-        d_b = (low.t() @ d_rows).mul_(ctx.scaling).t()  # thin products are faster with their short side as rows
+        d_a = _multiply(d_low.t(), rows, ctx.trained_dtype).mul_(ctx.scaling)
+        # Thin products are faster with their short side as rows.
+        d_b = _multiply(low.t(), d_rows, ctx.trained_dtype).mul_(ctx.scaling).t()
         return d_x, None, d_a, d_b, None, None, *(None for _ in stored)
+
+
+def _multiply(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x @ y in `dtype`; on CUDA the product itself writes that type."""
+    if x.is_cuda and x.dtype != dtype:
+        return torch.mm(x, y, out_dtype=dtype)
+    return (x @ y).to(dtype)

@@ -6,7 +6,7 @@ arguments that it does not know. A recomputation under gradient checkpointing ha
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 
 from surefoot.models.decoder_layers import body_of
 from surefoot.models.vision import vision_parts
@@ -158,6 +158,22 @@ def num_positions(model: PreTrainedModel) -> int | None:
     ]
     sizes += [len(table) for name, table in model.named_buffers() if name.endswith(TABLE_BUFFERS)]
     return min(sizes, default=None)
+
+
+_find_samples: Callable[[Tensor], Tensor | None] = masking_utils.find_packed_sequence_indices
+
+
+def _number_samples(position_ids: Tensor) -> Tensor | None:
+    """Return the number of each token's sample to transformers, which would find them by its positions.
+
+    It would wait for the device to see whether there are several, in every forward. Shapes: [1, T] -> [1, T].
+    """
+    if _current is None or position_ids.shape != (1, _current.num_tokens):
+        return _find_samples(position_ids)
+    return _current.sample_of_token
+
+
+masking_utils.find_packed_sequence_indices = _number_samples
 
 
 def _follow(module: nn.Module, arguments: SampleArguments | None) -> None:

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,7 @@ from surefoot.system.atomic_io import (
 from surefoot.training.checkpoint import MOMENTS, TrainState, checkpoint_folder, list_checkpoints
 from surefoot.training.manifest import FORMAT_VERSION, MANIFEST, PARTS, STATE, seal
 from surefoot.training.sharded_tensors import select_owned_blocks, write_blocks
+from surefoot.version import __version__
 
 LOGGER = logging.getLogger(__name__)
 DEADLINE_S = 3600.0
@@ -266,7 +266,7 @@ def _complete(
     write_json(temporary / STATE, asdict(state))
     manifest = {
         "format_version": FORMAT_VERSION,
-        "surefoot_version": version("surefoot"),
+        "surefoot_version": __version__,
         "step": state.step,
         "config": dict(config),
         "files": {**files, STATE: sha256_of(temporary / STATE)},

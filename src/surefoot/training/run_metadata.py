@@ -3,7 +3,6 @@
 import os
 import platform
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,13 @@ from surefoot.distributed.process_group import World
 from surefoot.findings import Finding
 from surefoot.system.machine_snapshot import collect
 from surefoot.system.rank_consistency import facts_of, ranks_differ
+from surefoot.version import __version__
 
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Return the hardware and software that the run uses."""
     return {
-        "surefoot": version("surefoot"),
+        "surefoot": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "torch": torch.__version__,

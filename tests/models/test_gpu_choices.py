@@ -1,0 +1,105 @@
+"""What a GPU's kernels can compute is chosen right, and given to them as they take it; without a GPU, by a stand-in."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from surefoot.models import attention, grouped_gemm
+from surefoot.models.attention_math import AttentionTerms, attend
+from surefoot.models.sample_layout import SampleLayout, samples_are
+from surefoot.models.sample_masks import SampleMask
+
+LENGTHS = [9, 1, 14]
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("capability", "widths", "is_fused"),
+    [
+        ((9, 0), (2048, 1408), True),
+        ((10, 0), (2048, 1408), True),
+        ((8, 0), (2048, 1408), False),
+        ((8, 9), (2048, 1408), False),
+        ((12, 0), (2048, 1408), False),
+        ((9, 0), (2048, 36), False),
+    ],
+)
+def test_grouped_products_are_fused_where_the_kernel_computes_them(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], widths: tuple[int, ...], is_fused: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert grouped_gemm._is_fused(CUDA, torch.bfloat16, widths) == is_fused
+    assert not grouped_gemm._is_fused(CUDA, torch.float32, widths)
+
+
+def flash_attention_2(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, ends_k: Tensor, longest: int, longest_k: int,
+    *, scale: float, window_size: tuple[int, int], enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Compute what torch's `varlen_attn` does, with the checks of its kernel. Shapes: [T, heads, D]."""
+    assert torch.equal(ends, ends_k)
+    assert longest == longest_k == max(LENGTHS)
+    assert enable_gqa or query.shape == key.shape
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256
+    assert query.shape[-1] % 8 == 0
+    assert all(tensor.is_contiguous() for tensor in (query, key, value))
+    outputs = []
+    for begin, end in pairwise(ends.tolist()):
+        rows = (tensor[begin:end].transpose(0, 1)[None] for tensor in (query, key, value))
+        at = torch.arange(end - begin)
+        seen = at[:, None] >= at
+        if window_size[0] >= 0:
+            seen &= at[:, None] - at <= window_size[0]
+        out = F.scaled_dot_product_attention(*rows, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("shares_heads", [False, True])
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(("size", "value_size"), [(64, 64), (36, 36), (192, 128), (24, 40), (5, 3)])
+def test_heads_of_any_size_are_given_to_the_kernel_as_it_takes_them(
+    monkeypatch: pytest.MonkeyPatch, size: int, value_size: int, window: int | None, shares_heads: bool
+) -> None:
+    monkeypatch.setattr(attention, "varlen_attn", flash_attention_2)
+    monkeypatch.setattr(attention, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(attention, "SHARES_HEADS", shares_heads)
+    torch.manual_seed(0)
+    tokens = sum(LENGTHS)
+    query, key, value = (
+        torch.randn(1, heads, tokens, width) for heads, width in ((4, size), (2, size), (2, value_size))
+    )
+    samples = SampleLayout.of(LENGTHS)
+    with samples_are(samples):
+        found, _ = attention.packed_attention(nn.Module(), query, key, value, SampleMask(window=window))
+    mask = SampleMask(window=window)
+    wanted = [
+        attend(query[:, :, span], key[:, :, span], value[:, :, span], mask.allowed(length, CPU), AttentionTerms())
+        for span, length in zip(samples.spans, LENGTHS, strict=True)
+    ]
+    torch.testing.assert_close(found, torch.cat(wanted, dim=2).transpose(1, 2), atol=1e-5, rtol=1e-4)
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("capability", "size", "dtype", "has_kernel"),
+    [
+        ((9, 0), 128, torch.bfloat16, True),
+        ((8, 0), 256, torch.float16, True),
+        ((9, 0), 512, torch.bfloat16, False),
+        ((9, 0), 128, torch.float32, False),
+        ((7, 5), 128, torch.float16, False),
+    ],
+)
+def test_attention_of_sizes_and_devices_without_a_kernel_is_computed_sample_by_sample(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], size: int, dtype: torch.dtype, has_kernel: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    heads = torch.empty(1, 2, 3, size, dtype=dtype)
+    monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
+    assert attention._has_kernel(heads, heads) == has_kernel
