@@ -1,10 +1,10 @@
-# make demo | test | fuzz | test-matrix | test-models | test-vllm | campaign | lint | check | docs | bench: each builds what it needs; only Python 3.11+, git and make must be there.
+# make demo | test | fuzz | test-matrix | test-models | test-vllm | campaign | lint | check | docs | bench | gpu: each builds what it needs; only Python 3.11+, git and make must be there.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test fuzz test-matrix test-models test-vllm campaign lint check docs bench clean
+.PHONY: demo test fuzz test-matrix test-models test-vllm campaign lint check docs bench gpu clean
 
 demo: $(VENV)/.run
 	$(BIN)/python examples/demo.py demo
@@ -28,7 +28,7 @@ test-models: $(VENV)/.dev
 	rm -rf build/models && mkdir -p build/models
 	SUREFOOT_MODEL_RESULTS=$(CURDIR)/build/models $(PYTEST) --dist load tests/models/test_architectures.py
 	$(BIN)/python docs/list_models.py build/models
-	$(PYTEST) -m models tests/models/test_adapter_architectures.py tests/distributed/test_architecture_ranks.py tests/planner/test_architecture_plans.py
+	$(PYTEST) -m models tests/models/test_adapter_architectures.py tests/distributed/test_architecture_ranks.py tests/planner/test_architecture_plans.py tests/benchmarks
 
 # With a real vLLM server, which has a virtual environment of its own: it wants another transformers.
 test-vllm: $(VENV)/.dev .venv-vllm/.done
@@ -61,6 +61,10 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/sft_vs_trl.py
 	$(BIN)/python benchmarks/architectures_vs_trl.py
 	$(BIN)/python benchmarks/grpo_vs_trl.py
+
+# On a machine with a GPU: correctness, runs and speed in one table, in less than ten minutes.
+gpu: $(VENV)/.dev
+	$(BIN)/python benchmarks/gpu
 
 $(VENV)/.run: pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
