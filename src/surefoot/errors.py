@@ -14,6 +14,9 @@ A message says what is wrong with its numbers, why it matters, what to do, and w
 
 from surefoot.findings import Finding
 
+MOST_CHARACTERS = 400
+"""Longest message of another library's exception that is shown."""
+
 
 class SurefootError(Exception):
     """Base class of errors that Surefoot raises on purpose; the command line shows their text without a traceback."""
@@ -58,6 +61,15 @@ class StoppedOnFinding(SurefootError):
         super().__init__(finding.as_text())
         self.finding = finding
         self.is_agreed = is_agreed
+
+
+def one_line(error: BaseException) -> str:
+    """Return the type and message of another library's exception on one line, without advice that fits only there."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(line for line in lines if "trust_remote_code" not in line)
+    if len(text) > MOST_CHARACTERS:  # what was wrong with a list of names is at its end
+        text = f"{text[: MOST_CHARACTERS // 2]} ... {text[-MOST_CHARACTERS // 2 :]}"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def is_panic(error: BaseException) -> bool:

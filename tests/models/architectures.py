@@ -94,7 +94,7 @@ CAUSAL: dict[str, Line] = {
     "deepseek_v2": Line({"first_k_dense_replace": 1, "num_experts_per_tok": 2}),
     "deepseek_v3": Line(),
     "deepseek_v32": Line(),
-    "deepseek_v4": Line({"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}}),
+    "deepseek_v4": Line({"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 7}}),
     "diffllama": Line(),
     "doge": Line(),
     "dots1": Line(
@@ -344,13 +344,13 @@ VARIANTS: dict[str, Line] = {
 ARCHITECTURES = {**CAUSAL, **VISION, **VARIANTS}
 
 
-def tiny_config(name: str, vocab_size: int = VOCAB_SIZE) -> PreTrainedConfig:
-    """Return the tiny configuration of a line."""
+def tiny_config(name: str, vocab_size: int = VOCAB_SIZE, times: int = 1) -> PreTrainedConfig:
+    """Return the tiny configuration of a line. `times`: factor of its windows and other thresholds."""
     line = ARCHITECTURES[name]
     changes = deepcopy(dict(line.changes))  # configurations write into the mappings that they are given
     if vocab_size != VOCAB_SIZE:
         changes["vocab_size"] = vocab_size
-    return tiny(CONFIG_MAPPING[line.of or name], changes)
+    return tiny(CONFIG_MAPPING[line.of or name], changes, times)
 
 
 def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
@@ -363,10 +363,10 @@ def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
     raise KeyError(type(config).__name__)
 
 
-def tiny_model(name: str, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> PreTrainedModel:
-    """Return a model of a line with random weights, in float32 on the CPU."""
+def tiny_model(name: str, seed: int = 0, vocab_size: int = VOCAB_SIZE, times: int = 1) -> PreTrainedModel:
+    """Return a model of a line with random weights, in float32 on the CPU. `times`: as in `tiny_config`."""
     torch.manual_seed(seed)
-    config = tiny_config(name, vocab_size)
+    config = tiny_config(name, vocab_size, times)
     model = model_class_of(config)._from_config(config, dtype=torch.float32)
     randomise(model, seed)
     return model.eval()

@@ -21,7 +21,11 @@ from tests.models.architectures import ARCHITECTURES, CAUSAL, Line, tiny_model
 from tests.support import model_check
 from tests.support.model_check import (
     CPU,
+    GRADIENT_WITHIN,
     IMAGES_ARE_TESTED,
+    LONG,
+    LONG_TIMES,
+    LOSS_WITHIN,
     Reference,
     Result,
     check_architecture,
@@ -29,6 +33,7 @@ from tests.support.model_check import (
     sample_tokens,
     train_two_steps,
     wanted_of,
+    worst_difference,
 )
 
 REPRESENTATIVE = (
@@ -108,3 +113,26 @@ def test_packed_samples_train_as_each_of_them_alone(
         assert result.trains, result.problems
     else:
         assert not result.trains, f"it trains: remove its reason, {line.reason!r}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.models] * (name not in ("doge", "hy_v4", "llama4_text")))
+        for name, line in ARCHITECTURES.items()
+        if line.is_built and line.reason is None
+    ],
+)
+def test_thresholds_beyond_the_row_of_the_probe_mix_no_samples(
+    name: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """A window, top-k or scale of released models begins after thousands of tokens, and the probe has a few dozen."""
+    tiny_model(name, times=LONG_TIMES).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    samples = sample_tokens(LONG)
+    wanted_loss, wanted = Reference(tmp_path).loss(samples, {})
+    built = build_model(tmp_path, lora=None, device=CPU, dtype=torch.float32)
+    losses, gradients, _ = train_two_steps(built, packed_batch(samples))
+    assert losses[0] == pytest.approx(float(wanted_loss), abs=LOSS_WITHIN)
+    difference, where = worst_difference(gradients, wanted)
+    assert difference <= GRADIENT_WITHIN, where

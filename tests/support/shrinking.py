@@ -10,9 +10,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
 
 VOCAB_SIZE = 128
-WINDOW = 8
-"""Tokens that a token attends to in layers with a window: fewer than the samples of the suite have."""
-
 SIZES: dict[str, int] = {
     **dict.fromkeys(
         "vocab_size vocab_size_per_layer_input decoder_vocab_size pronunciation_vocab_size shape_vocab_size "
@@ -54,21 +51,28 @@ SIZES: dict[str, int] = {
     **dict.fromkeys("num_experts_per_tok moe_topk moe_k top_k_experts num_experts_per_token".split(), 2),
     **dict.fromkeys("n_group num_expert_group".split(), 2),
     "topk_group": 1,
-    **dict.fromkeys("sliding_window sliding_window_size attention_window_size local_attention window_size "
-                    "attention_chunk_size local_attention_window_len rel_extent".split(), WINDOW),
-    **dict.fromkeys("index_topk keep_window_size".split(), 6),
     **dict.fromkeys("mamba_chunk_size chunk_size block_size index_block_size lsh_attn_chunk_length "
                     "local_attn_chunk_length".split(), 4),
-    "index_topk_blocks": 2,
-    "floor_scale": 8,
-    **dict.fromkeys("num_position_embeddings position_embedding_size mm_posemb_size".split(), 64),
     "zero_expert_num": 2,
     **dict.fromkeys("n_groups mamba_n_groups mamba_ngroups n_shared_experts moe_num_shared_experts num_shared_experts "
                     "first_k_dense_replace num_dense_layers o_groups".split(), 1),
-    **dict.fromkeys("max_position_embeddings n_positions n_ctx max_seq_len context_length max_target_positions "
-                    "model_max_length".split(), 64),
 }  # fmt: skip
 """Small values of the fields that configurations have. A field that is None or 0 by default stays as it is."""
+
+THRESHOLDS: dict[str, int] = {
+    **dict.fromkeys(
+        "sliding_window sliding_window_size attention_window_size local_attention window_size attention_chunk_size "
+        "local_attention_window_len rel_extent floor_scale log_scaling_n_floor indexer_budget".split(), 8),
+    **dict.fromkeys("index_topk keep_window_size".split(), 6),
+    "index_topk_blocks": 2,
+    **dict.fromkeys(
+        "max_position_embeddings n_positions n_ctx max_seq_len context_length max_target_positions model_max_length "
+        "num_position_embeddings position_embedding_size mm_posemb_size".split(), 64),
+}  # fmt: skip
+"""Small numbers of tokens from which on a layer computes otherwise: fewer than the samples of the suite have."""
+
+THRESHOLDS_BY_KIND = ("compress_rates",)
+"""Fields that have such a number for each kind of layer."""
 
 RANDOM = ("dropout", "pdrop", "dropout_prob", "dropout_p", "layerdrop", "jitter_noise", "drop_path_rate")
 """Endings of fields whose value would make two forwards differ."""
@@ -77,8 +81,11 @@ PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_typ
 """Fields that list the kind of each layer."""
 
 
-def tiny(cls: type[PreTrainedConfig], changes: Mapping[str, Any]) -> PreTrainedConfig:
-    """Return a small configuration of a class. `changes`: fields of other values; a mapping for one of its parts."""
+def tiny(cls: type[PreTrainedConfig], changes: Mapping[str, Any], times: int = 1) -> PreTrainedConfig:
+    """Return a small configuration of a class.
+
+    `changes`: fields of other values; a mapping for one of its parts. `times`: factor of all THRESHOLDS.
+    """
     optional: dict[str, Any] = {
         name: {} for name in changes if name in cls.sub_configs and getattr(cls(), name, None) is None
     }
@@ -88,18 +95,29 @@ def tiny(cls: type[PreTrainedConfig], changes: Mapping[str, Any]) -> PreTrainedC
         default = _value_of(defaults, name)
         if isinstance(default, PreTrainedConfig):
             change = changes.get(name, {})
-            values[name] = tiny(type(default), change).to_dict()
+            values[name] = tiny(type(default), change, times).to_dict()
         elif name.endswith(RANDOM) and default:
             values[name] = 0.0
         elif name.endswith(("_token_id", "_token_index")) and isinstance(default, int):
             values[name] = _small_token(name)
         elif name in SIZES and isinstance(default, int) and default:
             values[name] = SIZES[name]
+        elif name in THRESHOLDS and isinstance(default, int) and default:
+            values[name] = THRESHOLDS[name] * times
     if "kv_lora_rank" in values:  # the keys of latent attention have as many heads as its queries
         values["num_key_value_heads"] = values["num_attention_heads"]
     values |= _representative_layers(defaults)
-    values |= {name: change for name, change in changes.items() if not _is_part(defaults, name)}
+    for name, change in changes.items():
+        if not _is_part(defaults, name):
+            values[name] = _multiply(change, times) if name in (*THRESHOLDS, *THRESHOLDS_BY_KIND) else change
     return cls(**values)
+
+
+def _multiply(value: Any, times: int) -> Any:
+    """Return a number, or the numbers of a mapping, times a factor."""
+    if isinstance(value, Mapping):
+        return {name: part * times for name, part in value.items()}
+    return value * times if isinstance(value, int) else value
 
 
 def _names_of(cls: type[PreTrainedConfig]) -> list[str]:

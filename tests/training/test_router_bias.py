@@ -12,8 +12,11 @@ from transformers import Lfm2MoeConfig, Lfm2MoeForCausalLM
 import surefoot
 from surefoot.config import load_config
 from surefoot.errors import ConfigError, ModelError
+from surefoot.models.build import build_model, trainable_parameters
 from surefoot.models.router_bias import RouterBiases
+from surefoot.models.routing import router_names
 from surefoot.training.export import export
+from tests.models.architectures import tiny_model
 from tests.support import expert_models
 from tests.support.models import make_model
 
@@ -55,6 +58,25 @@ def test_biases_are_found_where_models_hold_them() -> None:
     assert bias.argmin() == 1
     with pytest.raises(ModelError, match="1 of the 2 routers"):
         hashed.update(torch.tensor([[1, 2, 3, 4]]), RATE)
+
+
+def test_routers_of_a_vision_tower_are_not_counted() -> None:
+    model = tiny_model("dots3_note")
+    assert any(type(module).__name__ == "Dots3NoteVisionTopKRouter" for module in model.modules())
+    routers = router_names(model)
+    assert routers
+    assert not any("vision" in name for name in routers)
+
+
+@pytest.mark.parametrize(
+    ("name", "frozen"), [("ernie4_5_moe", "e_score_correction_bias"), ("roformer", "embed_positions")]
+)
+def test_full_fine_tuning_leaves_what_transformers_freezes(name: str, frozen: str, tmp_path: Path) -> None:
+    """Decay of weights would change it, though no gradient reaches it."""
+    tiny_model(name).save_pretrained(tmp_path)
+    model = build_model(tmp_path, lora=None, device=torch.device("cpu"), dtype=torch.float32).model
+    assert any(frozen in parameter for parameter, _ in model.named_parameters())
+    assert not any(frozen in parameter for parameter in trainable_parameters(model))
 
 
 def test_a_first_step_moves_each_bias_by_the_rate(full: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from surefoot.config import DatasetItem
 from surefoot.data.conversation import shown
 from surefoot.data.file_readers import COMPRESSIONS, KINDS, kind_of
 from surefoot.data.row_formats import FORMATS, FormatSpec
-from surefoot.errors import DataError
+from surefoot.errors import DataError, one_line
 from surefoot.system.json_files import DamagedFile, is_size, read_object
 
 COLUMNS = frozenset(name for row_format in FORMATS.values() for name in row_format.required | row_format.optional)
@@ -215,7 +215,7 @@ def _load_from_hub(name: str, subset: str | None, split: str) -> tuple[Path, ...
     except Exception as error:  # the library passes on any exception of its backends
         raise _BadSource(
             f"dataset {name} (split {split}): no such file or folder here, and it cannot be fetched from the hub: "
-            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            f"{one_line(error)}"
         ) from error
     return tuple(Path(file["filename"]) for file in fetched.cache_files)
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from surefoot.distributed.listening import can_connect, serve_store_at
-from surefoot.errors import StoppedOnFinding
+from surefoot.errors import StoppedOnFinding, one_line
 from surefoot.findings import Finding
 from surefoot.system.console import say
 from surefoot.system.process import launcher_number
@@ -136,7 +136,7 @@ def _build_no_store_finding(rank: int, error: RuntimeError) -> Finding:
     return Finding(
         "SF111",
         f"rank {rank} cannot reach the store at {address}, where rank 0 or its launcher should be",
-        {"rank": rank, "host": socket.gethostname(), "address": address, "error": str(error).splitlines()[0]},
+        {"rank": rank, "host": socket.gethostname(), "address": address, "error": one_line(error)},
         "Was rank 0 started? Is its machine reached from here by that name (MASTER_ADDR), and the port not blocked? "
         "Rank 0 listens on the interface of MASTER_ADDR alone: on its own machine that name must not be a loopback "
         "address (see /etc/hosts).",

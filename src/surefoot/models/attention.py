@@ -74,8 +74,8 @@ def _chooses_among_classes(stock: type[PreTrainedModel]) -> bool:
     return any(name.endswith("ATTENTION_CLASSES") for name in vars(sys.modules[stock.__module__]))
 
 
-def can_share_prefixes(model: PreTrainedModel) -> bool:
-    """Return whether samples of a row can continue another one: a model's own attention function knows no such rows."""
+def has_packed_attention(model: PreTrainedModel) -> bool:
+    """Return whether a model attends by `packed_attention`. Its own function knows no samples that continue others."""
     return bool(model.config.get_text_config()._attn_implementation == IMPLEMENTATION)
 
 

@@ -130,13 +130,18 @@ def build_without_storage(
     if targets is not None:
         _mark_trainable(model, targets)
     else:
-        _freeze_beside_text(model, freeze_vision=freeze_vision)
+        _freeze(model, _names_frozen(model, freeze_vision=freeze_vision))
     accept_samples(model)
-    kept = KeptChoices(model) if gradient_checkpointing and router_names(model) else None
+    kept_choices = KeptChoices(model) if gradient_checkpointing and router_names(model) else None
     if is_run:
         isolate_without_values(model, has_own_attention=not is_packed)
     return _prepare_for_training(
-        model, targets, dtype=dtype, gradient_checkpointing=gradient_checkpointing, kept=kept, isolation=Isolation()
+        model,
+        targets,
+        dtype=dtype,
+        gradient_checkpointing=gradient_checkpointing,
+        kept_choices=kept_choices,
+        isolation=Isolation(),
     )
 
 
@@ -170,6 +175,7 @@ def build_model(
     stock = model_class(folder, config)
     check_generation_config(folder)
     check_weights_fill(folder)
+    frozen = _names_frozen(meta_model(folder), freeze_vision=freeze_vision) if lora is None else set()
     attached_targets: list[LoraTargets] = []
     cls = _add_lora_to_class(stock, lora, attached_targets) if lora is not None else stock
 
@@ -177,7 +183,7 @@ def build_model(
         if lora is not None:
             _mark_trainable(model, attached_targets[-1])
         else:
-            _freeze_beside_text(model, freeze_vision=freeze_vision)
+            _freeze(model, frozen)
 
     if sharding is not None:
         cls = _add_sharding_to_class(cls, sharding, mark, CheckpointWeights(folder).weights)
@@ -202,23 +208,28 @@ def build_model(
     _align_weights(model)
     if device.type == "cuda":
         fuse_norms(model)
-    kept = KeptChoices(model) if gradient_checkpointing and router_names(model) else None
+    kept_choices = KeptChoices(model) if gradient_checkpointing and router_names(model) else None
     with torch.autocast(device.type, torch.bfloat16, enabled=_is_mixed(model, dtype)):
         isolation = isolate_samples(model, dtype, is_sharded=sharding is not None) if for_packed_rows else Isolation()
     if sharding is not None:
         sharding.reshard(model)  # weights may be loaded before the next forward
     built = _prepare_for_training(
-        model, targets, dtype=dtype, gradient_checkpointing=gradient_checkpointing, kept=kept, isolation=isolation
+        model,
+        targets,
+        dtype=dtype,
+        gradient_checkpointing=gradient_checkpointing,
+        kept_choices=kept_choices,
+        isolation=isolation,
     )
     if compile_layers:
-        _compile_layers(model, kept)
+        _compile_layers(model, kept_choices)
     return built
 
 
-def _compile_layers(model: PreTrainedModel, kept: KeptChoices | None) -> None:
+def _compile_layers(model: PreTrainedModel, kept_choices: KeptChoices | None) -> None:
     """Compile the decoder layers; under gradient checkpointing what is recomputed, not the checkpointing around it."""
-    if kept is not None:
-        kept.run_eagerly()
+    if kept_choices is not None:
+        kept_choices.run_eagerly()
     compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def run_layer(checkpoint: Callable[..., Any], forward: partial[Any], *args: Any) -> Any:
@@ -251,7 +262,7 @@ def _prepare_for_training(
     *,
     dtype: torch.dtype,
     gradient_checkpointing: bool,
-    kept: KeptChoices | None,
+    kept_choices: KeptChoices | None,
     isolation: Isolation,
 ) -> BuiltModel:
     model.train()
@@ -262,7 +273,7 @@ def _prepare_for_training(
             "Set gradient_checkpointing: false."
         )
     if gradient_checkpointing:
-        options: dict[str, Any] = {"use_reentrant": False, "context_fn": kept or keep_layout_on_recompute}
+        options: dict[str, Any] = {"use_reentrant": False, "context_fn": kept_choices or keep_layout_on_recompute}
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     return BuiltModel(model, targets, routing, autocast=_is_mixed(model, dtype), isolation=isolation)
 
@@ -375,9 +386,18 @@ def _mark_trainable(model: PreTrainedModel, targets: LoraTargets) -> None:
             parameter.requires_grad_(is_lora(name) or name in trained_routers)
 
 
-def _freeze_beside_text(model: PreTrainedModel, *, freeze_vision: bool) -> None:
-    """Freeze the parts that read audio, and with `freeze_vision` those that read images."""
-    names = vision.vision_names(model) if freeze_vision else vision.audio_names(model)
+def _names_frozen(model: PreTrainedModel, *, freeze_vision: bool) -> set[str]:
+    """Return the names of the parameters that full fine-tuning leaves as they are. The model may need no storage.
+
+    They read audio or, with `freeze_vision`, images; or their class freezes them, such as the correction biases of the
+    routers of ERNIE 4.5, and the loader forgets it.
+    """
+    beside_text = vision.vision_names(model) if freeze_vision else vision.audio_names(model)
+    return beside_text | {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+
+
+def _freeze(model: PreTrainedModel, names: Container[str]) -> None:
+    """Train all parameters but those of these names."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in names)
 

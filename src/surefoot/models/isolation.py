@@ -9,28 +9,32 @@ Independent of data, methods and training.
 """
 
 import re
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from math import isfinite
+from math import inf
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from transformers import PreTrainedModel
 
-from surefoot.errors import ModelError
-from surefoot.models.attention import can_share_prefixes, own_implementation
+from surefoot.errors import ModelError, one_line
+from surefoot.models.attention import has_packed_attention, own_implementation
 from surefoot.models.decoder_layers import body_of, class_name, decoder_layers, decoder_of
 from surefoot.models.expert_layouts import is_fused_experts
 from surefoot.models.per_sample import CallShapes, run_per_sample, run_whole, same_rows
+from surefoot.models.pretrained import BAD_CONFIG
 from surefoot.models.routing import router_names
 from surefoot.models.sample_layout import ARGUMENT, SampleArguments, SampleLayout, accept_samples, samples_are
-from surefoot.models.sample_masks import READ_BY_ATTENTION, NeedsOwnAttentionError, layer_kinds
+from surefoot.models.sample_masks import NeedsOwnAttentionError, layer_kinds
 from surefoot.models.vision import attention, attention_of, image_tokens
 
 PROBE_LENGTHS = (13, 10)
@@ -89,7 +93,7 @@ def isolate_samples(model: PreTrainedModel, dtype: torch.dtype, *, is_sharded: b
         apart, difference = _take_apart(probe, decoder)
     except NeedsOwnAttentionError:
         apart, difference = {}, float("inf")
-    if difference > probe.tolerance and can_share_prefixes(model):
+    if difference > probe.tolerance and has_packed_attention(model):
         for module in apart:
             run_whole(module)
         model.set_attn_implementation(attention_of(model.config, own_implementation(type(model))))
@@ -100,11 +104,12 @@ def isolate_samples(model: PreTrainedModel, dtype: torch.dtype, *, is_sharded: b
         run_per_sample(body, apart[body], is_stateful=False)
         difference = probe.measure_mixing(is_changed=True)
     if difference > probe.tolerance:
+        fix = "Take another model."
+        if is_sharded and not router_names(model):
+            fix = "One process can run it once per sample as a whole: set nproc_per_node: 1, or take another model."
         raise ModelError(
             f"{class_name(model)} mixes samples that share a row: alone, the logits of a sample differ by "
-            f"{difference:.1e} of their norm, and no layer that could be run once per sample explains it. Models "
-            "without experts are then run once per sample as a whole, which needs a single process: set "
-            "nproc_per_node: 1, or take another model."
+            f"{difference:.1e} of their norm, and nothing that could be run once per sample explains it. {fix}"
         )
     return Isolation(dict(Counter(type(module).__name__ for module in apart)), missing_kernels)
 
@@ -191,13 +196,13 @@ class _Probe:
 
     def find_mixing(self, decoder: nn.Module) -> dict[str, CallShapes]:
         """Return the parts of the decoder in which samples mix, and the shapes of their calls."""
-        kinds = layer_kinds(self._model.config.get_text_config())
+        is_unknown = not has_packed_attention(self._model)
         observers = {}
-        with ExitStack() as hooks:
-            for name, (module, layer) in _parts_to_probe(self._model, decoder):
-                kind = kinds[layer] if layer is not None and layer < len(kinds) else None
-                is_unknown = kind is not None and kind not in READ_BY_ATTENTION
-                observers[name] = observer = _PartObserver(self._samples, is_unknown)
+        numbering = _RowNumbering(self._samples.num_tokens)
+        with numbering, ExitStack() as hooks:
+            for name, module in _parts_to_probe(self._model, decoder):
+                observers[name] = observer = _PartObserver(self._samples, is_unknown, numbering)
+                hooks.callback(module.register_forward_pre_hook(observer.begin).remove)
                 handle = module.register_forward_hook(observer, prepend=True, with_kwargs=True)
                 hooks.callback(handle.remove)
             self._together = self.run_row()
@@ -211,7 +216,7 @@ class _Probe:
 
     def observe_parts(self, decoder: nn.Module) -> dict[str, CallShapes]:
         """Return the shapes of the calls of the parts of the decoder in a forward of the row."""
-        return self._observe_shapes({name: module for name, (module, _) in _parts_to_probe(self._model, decoder)})
+        return self._observe_shapes(dict(_parts_to_probe(self._model, decoder)))
 
     def run_row(self) -> Tensor:
         """Return the logits of both samples in a row. Shapes: [T, V]."""
@@ -242,9 +247,7 @@ class _Probe:
         lengths = self._samples.lengths
         together = (self.run_row() if is_changed else self._together).split(lengths)
         alone = [self._run_alone(ids) for ids in self._ids.split(lengths)]
-        differences = [float((row - own).norm() / own.norm()) for row, own in zip(together, alone, strict=True)]
-        # Logits that are not finite tell nothing about samples. The first step names what they come from.
-        return max(differences) if all(map(isfinite, differences)) else 0.0
+        return max(map(_relative_difference, together, alone))
 
     @contextmanager
     def _forward_errors(self, ids: Tensor) -> Iterator[None]:
@@ -253,13 +256,14 @@ class _Probe:
             yield
         except (torch.OutOfMemoryError, DataDependentOutputException, DynamicOutputShapeException):
             raise
-        except (IndexError, RuntimeError, ValueError) as error:
+        except BAD_CONFIG as error:
             if missing := MISSING_KERNELS.search(str(error)):
                 raise MissingKernelError(missing[1].replace("_", "-")) from error
+            place = traceback.extract_tb(error.__traceback__)[-1]
             raise ModelError(
-                f"{class_name(self._model)} cannot be run on a row of {len(ids)} tokens: "
-                f"{type(error).__name__}: {str(error).splitlines()[0][:200]}. transformers' own code fails on it: "
-                "check the sizes in config.json, or take a model that transformers runs."
+                f"{class_name(self._model)} cannot be run on a row of {len(ids)} tokens: {one_line(error)} "
+                f"({Path(place.filename).name}:{place.lineno}). Check the sizes in config.json, or take a model that "
+                "transformers runs."
             ) from error
 
     @torch.no_grad()
@@ -280,8 +284,8 @@ class _Probe:
         return logits[0].float()  # type: ignore[no-any-return]
 
 
-def _parts_to_probe(model: PreTrainedModel, decoder: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, int | None]]]:
-    """Yield the name, module and layer of the parts of a decoder that are probed: those that layers consist of.
+def _parts_to_probe(model: PreTrainedModel, decoder: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the names and modules of the parts of a decoder that are probed: those that layers consist of.
 
     Parts with experts are looked into: what runs once per sample may not hold experts, which all ranks call together.
     Routers and experts themselves compute each token by itself.
@@ -289,7 +293,7 @@ def _parts_to_probe(model: PreTrainedModel, decoder: nn.Module) -> Iterator[tupl
     routers = [model.get_submodule(name) for name in router_names(model)]
     layers = decoder_layers(model)
 
-    def expand(name: str, module: nn.Module, layer: int | None) -> Iterator[tuple[str, tuple[nn.Module, int | None]]]:
+    def expand(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
         is_list |= any(part is layers for part in module.modules())
         holds_experts = any(part is router for part in module.modules() for router in routers)
@@ -297,36 +301,62 @@ def _parts_to_probe(model: PreTrainedModel, decoder: nn.Module) -> Iterator[tupl
             return
         is_layer = any(module is each for each in layers)
         if not (is_list or is_layer or holds_experts):
-            yield name, (module, layer)
+            yield name, module
             return
         for leaf, child in module.named_children():
-            number = int(leaf) if module is layers and leaf.isdigit() else layer
-            yield from expand(f"{name}.{leaf}" if name else leaf, child, number)
+            yield from expand(f"{name}.{leaf}", child)
 
     for name, child in decoder.named_children():
-        yield from expand(name, child, None)
+        yield from expand(name, child)
+
+
+class _RowNumbering(TorchFunctionMode):
+    """Counts the calls that number all tokens of the row, as a part does that makes its own positions.
+
+    They are not the positions in a sample, which may show only after thousands of tokens: Llama 4 scales the queries
+    of some layers by them from position 8,192 on.
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__()
+        self._num_tokens = num_tokens
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        self.count += func is torch.arange and len(output) == self._num_tokens
+        return output
 
 
 class _PartObserver:
-    """A hook that compares what a part of the decoder computes for two samples in a row with each alone."""
+    """Hooks that compare what a part of the decoder computes for two samples in a row with each alone."""
 
-    def __init__(self, samples: SampleLayout, is_unknown: bool) -> None:
+    def __init__(self, samples: SampleLayout, is_unknown: bool, numbering: _RowNumbering) -> None:
         self._samples = samples
         self._is_unknown = is_unknown
-        """Whether the part is in a layer of a kind that may begin to mix samples only after many tokens."""
+        """Whether the part may begin to mix samples only after many tokens, as its model computes attention itself."""
+        self._numbering = numbering
+        self._count_before = 0
         self._is_running = False
         self.shapes = CallShapes()
         self.mixes = False
 
+    def begin(self, _module: nn.Module, _args: Any) -> None:
+        """Note where the part begins."""
+        if not self._is_running:
+            self._count_before = self._numbering.count
+
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Compare when the part has ended."""
         if self._is_running:
             return
+        numbers_row = self._numbering.count > self._count_before
         self.shapes.observe(args, kwargs, output, self._samples.num_tokens)
         if not self._rows(output) or not any(self.shapes.arguments.values()):
             return
         self._is_running = True
         try:
-            self.mixes = self.mixes or self._differs(module, args, kwargs, output)
+            self.mixes = self.mixes or numbers_row or self._differs(module, args, kwargs, output)
         finally:
             self._is_running = False
 
@@ -374,6 +404,16 @@ class _PartObserver:
         rest = slice(1, self._samples.num_tokens)
         before, after = (self._rows(self.shapes.rows(each, rest)) for each in (output, changed))
         return not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def _relative_difference(together: Tensor, alone: Tensor) -> float:
+    """Return the norm of the difference of a sample in a row from the sample alone, relative to the latter's norm.
+
+    Logits that are not finite alone tell nothing about samples: the first step names what they come from.
+    """
+    if not alone.isfinite().all():
+        return 0.0
+    return float((together - alone).norm() / alone.norm()) if together.isfinite().all() else inf
 
 
 def _are_equal(together: Tensor, alone: Tensor) -> bool:

@@ -29,15 +29,13 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from surefoot.config.documents import read_text, shorten
-from surefoot.errors import ModelError, is_panic
+from surefoot.errors import ModelError, is_panic, one_line
 from surefoot.models.quantization.released import find_quantization
 from surefoot.models.resolve_model import read_json_object
 from surefoot.models.tokenizer_file import check_tokenizer_file
 
 MOST_LAYERS, MOST_EXPERTS, MOST_SIZE = 1000, 100_000, 2**31 - 1
 """Upper bounds of numbers in config.json: creating more modules would take minutes, or overflow."""
-MOST_CHARACTERS = 400
-"""Longest message of transformers that is quoted whole."""
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Numbers of a config that every decoder has, and that are 1 or more."""
 NOT_TRAINED = {"paligemma": "its whole prompt attends in both directions, which a packed row of chats does not tell it"}
@@ -74,7 +72,7 @@ def load_config(folder: Path) -> PreTrainedConfig:
             config._attn_implementation = config._experts_implementation = None
     except Exception as error:  # each architecture checks its fields in its own way; the file is always the cause
         raise ModelError(
-            f"{path}: transformers {transformers.__version__} cannot read it: {_reason(error)}. Correct it, or take "
+            f"{path}: transformers {transformers.__version__} cannot read it: {one_line(error)}. Correct it, or take "
             "the model's own."
         ) from error
     for name in SIZES:
@@ -183,7 +181,7 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> PreTrained
                 f"{_describe_code(content)}Take a release of the model with a tokenizer.json, or save one beside it."
             ) from error
         raise ModelError(
-            f"{folder}: its tokenizer cannot be read (tokenizer.json, tokenizer_config.json): {_reason(error)}"
+            f"{folder}: its tokenizer cannot be read (tokenizer.json, tokenizer_config.json): {one_line(error)}"
         ) from error
     longest = tokenizer.model_max_length
     if isinstance(longest, bool) or not isinstance(longest, int | float):
@@ -207,7 +205,7 @@ def check_generation_config(folder: Path) -> None:
         with quiet_transformers():
             GenerationConfig.from_pretrained(str(folder), local_files_only=True)
     except BAD_CONFIG as error:
-        raise ModelError(f"{path}: cannot be read: {_reason(error)}. Correct it, or remove it.") from error
+        raise ModelError(f"{path}: cannot be read: {one_line(error)}. Correct it, or remove it.") from error
 
 
 @contextmanager
@@ -218,9 +216,9 @@ def config_errors(folder: Path) -> Iterator[None]:
     except ModelError:
         raise
     except ImportError as error:
-        raise ModelError(f"{folder}: a part of the model needs a package that is missing: {_reason(error)}") from error
+        raise ModelError(f"{folder}: a part of the model needs a package that is missing: {one_line(error)}") from error
     except BAD_CONFIG as error:
-        raise ModelError(f"{folder / 'config.json'}: no model can be built from it: {_reason(error)}") from error
+        raise ModelError(f"{folder / 'config.json'}: no model can be built from it: {one_line(error)}") from error
 
 
 @contextmanager
@@ -232,17 +230,9 @@ def weight_errors(place: Path) -> Iterator[None]:
         raise
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise ModelError(
-            f"{place}: its weights cannot be loaded: {_reason(error)}. Is the folder complete, its config.json its own?"
+            f"{place}: its weights cannot be loaded: {one_line(error)}. Is the folder complete, and its config.json "
+            "its own?"
         ) from error
-
-
-def _reason(error: BaseException) -> str:
-    """Return the message of a transformers exception on one line, without advice that does not apply here."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = " ".join(line for line in lines if "trust_remote_code" not in line)
-    if len(text) > MOST_CHARACTERS:  # what was wrong with a list of names is at its end
-        text = f"{text[: MOST_CHARACTERS // 2]} ... {text[-MOST_CHARACTERS // 2 :]}"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 @contextmanager

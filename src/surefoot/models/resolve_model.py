@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.config.documents import shorten
-from surefoot.errors import ModelError
+from surefoot.errors import ModelError, one_line
 from surefoot.system.atomic_io import cache_folder, new_folder, sha256_of
 from surefoot.system.json_files import is_number, is_size
 from surefoot.system.process import PYTHON
@@ -216,7 +216,7 @@ def _fetch_from_hub(repository: str, where: str, weights: bool) -> Path:
     except Exception as error:  # the hub client raises many unrelated types; each becomes one message with its cause
         raise ModelError(
             f"model={repository}: there is no folder of that name here, and the hub did not give it: "
-            f"{type(error).__name__}: {str(error).splitlines()[0]}. Check the spelling, the network and your hub "
+            f"{one_line(error)}. Check the spelling, the network and your hub "
             f"token, or give a local folder ({where})."
         ) from error
 

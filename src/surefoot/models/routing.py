@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from surefoot.errors import ModelError
 from surefoot.models.expert_layouts import WITHOUT_STACKS
 from surefoot.models.sample_layout import KeptLayout
+from surefoot.models.vision import vision_parts
 
 PROBABILITIES_WITHIN = 0.02
 """Largest difference of their sum from 1, in bfloat16."""
@@ -49,12 +50,15 @@ def _find_router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
 
 
 def router_names(model: PreTrainedModel) -> list[str]:
-    """Return the names of the model's router modules, in the order of a forward; empty for a dense model."""
+    """Return the names of the decoder's router modules, in the order of a forward; empty for a dense one."""
     classes = _find_router_classes(model)
+    towers = tuple(f"{name}." for name in vision_parts(model))
     names = [
         name
         for name, module in model.named_modules()
-        if classes and (isinstance(module, classes) or type(module).__name__.endswith("Router"))
+        if classes
+        and (isinstance(module, classes) or type(module).__name__.endswith("Router"))
+        and not name.startswith(towers)
     ]
     # A model may declare the block around its router.
     routers = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]

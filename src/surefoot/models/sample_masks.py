@@ -59,8 +59,11 @@ class SampleMask:
             raise AttributeError(name)
         raise NeedsOwnAttentionError(name)
 
-    def __getitem__(self, _: Any) -> Any:
-        raise NeedsOwnAttentionError("[]")
+    def __getitem__(self, index: Any) -> "SampleMask":
+        """Return the mask itself for all of its rows: Gemma 4 cuts it to those of the tokens that are wanted."""
+        if isinstance(index, tuple) and all(part in (slice(None), slice(0, None)) for part in index):
+            return self
+        raise NeedsOwnAttentionError(str(index))
 
     @classmethod
     def __torch_function__(cls, func: Any, *_: Any) -> Any:

@@ -53,10 +53,12 @@ def check_router_biases(loaded: LoadedConfig, base: Path) -> None:
 
 
 def build_optimizer(parameters: Mapping[str, nn.Parameter], config: RunConfig) -> torch.optim.AdamW:
-    """Build fused AdamW. Matrices and stacks of matrices are decayed; vectors (norms, biases) are not."""
-    decayed = [p for p in parameters.values() if p.dim() >= 2]
-    others = [p for p in parameters.values() if p.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    """Build fused AdamW. Matrices and stacks of matrices are decayed; norms and biases, also of experts, are not."""
+    is_decayed = {name: p.dim() >= 2 and not name.endswith("bias") for name, p in parameters.items()}
+    groups = [
+        {"params": [p for name, p in parameters.items() if is_decayed[name] == decays], "weight_decay": decay}
+        for decays, decay in ((True, config.weight_decay), (False, 0.0))
+    ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=config.learning_rate,

@@ -24,7 +24,7 @@ from surefoot.diagnostics.selftest.results import Report, checks_of
 from surefoot.distributed.listening import is_one_machine
 from surefoot.distributed.process_group import gpu_of
 from surefoot.distributed.store import shared_store
-from surefoot.errors import ConfigError, StoppedOnFinding
+from surefoot.errors import ConfigError, StoppedOnFinding, one_line
 from surefoot.system.loopback import kept_on_this_machine
 from surefoot.system.machine_snapshot import collect, existing_folder
 from surefoot.system.nvml import read_visible
@@ -248,7 +248,7 @@ def try_out(task: Task, stages: Sequence[Stage] | None = None) -> tuple[Report |
     except RuntimeError as error:
         raise ConfigError(
             f"rank {rank}: no answer from {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, where rank 0 or "
-            f"its launcher should be: {str(error).splitlines()[0]}. Was rank 0 started, and is its machine reached?"
+            f"its launcher should be: {one_line(error)}. Was rank 0 started, and is its machine reached?"
         ) from error
     output_dir = Path(task.output_dir) if task.output_dir is not None else None
     context = RankContext(rank, size, local_rank, device, output_dir, task.rdzv_endpoint, working)
