@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from surefoot.diagnostics.preflight.model_size import weights_of
 from surefoot.errors import ModelError
 from surefoot.models.build import build_model
 from surefoot.models.checkpoint_weights import CheckpointWeights
@@ -42,16 +43,22 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor], dtype: tor
         assert torch.equal(found[name].to(value.dtype), value), name
 
 
-@pytest.mark.parametrize("name", ["fp8", "mxfp4"])
+@pytest.mark.parametrize("has_scales", [True, False])
+@pytest.mark.parametrize("name", RELEASES)
 def test_quantised_weights_without_their_settings_are_named(
-    name: str, released: Callable[[str], Path], tmp_path: Path
+    name: str, has_scales: bool, released: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = shutil.copytree(released(name), tmp_path / "copy")
+    if not has_scales:
+        for path in folder.glob("*.safetensors"):
+            save_file({key: value for key, value in load_file(path).items() if "_scale" not in key}, path)
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="lost its quantization_config"):
+    with pytest.raises(ModelError, match="quantization_config"):
         build_model(folder, lora=LORA, device=CPU, dtype=torch.float32)
+    with pytest.raises(ValueError, match="quantization_config"):  # the doctor's checks
+        weights_of(folder)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -28,7 +28,7 @@ from surefoot.planner.sharded_model import ShardedModel
 from surefoot.planner.sizes import Shape
 from surefoot.planner.suggest import format_settings, suggest
 from surefoot.planner.text import format_forecast
-from tests.models.architectures import tiny_model
+from tests.models.architectures import tiny_config, tiny_model
 
 PLANS = Path(__file__).parents[2] / "examples" / "plans"
 GIB = 1 << 30
@@ -399,13 +399,30 @@ def test_a_deep_model_is_forecast_from_a_few_of_its_layers(
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 9}))
     settings = {**settings, "model": str(tmp_path)}
     few = told(settings)
-    monkeypatch.setattr(forecasting, "MORE_LAYERS", 9)
+    monkeypatch.setattr(forecasting, "FEW_LAYERS", 9)
     forecasting._trace.cache_clear()
     whole = told(settings)
     assert few.host_peak[1] == pytest.approx(whole.host_peak[1], rel=0.01)
     assert few.step_s == pytest.approx(whole.step_s)
     activations = [sum(s for n, s in one.phases["step"].host.items() if "activ" in n) for one in (few, whole)]
     assert activations[0] == pytest.approx(activations[1], rel=0.02)
+
+
+def test_a_few_layers_are_a_period_of_their_kinds(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first and second two of these layers have no full attention between them."""
+    kinds = (["sliding_attention"] * 5 + ["full_attention"]) * 4
+    changes = {"max_position_embeddings": 4096, "layer_types": kinds, "num_hidden_layers": len(kinds)}
+    config = tiny_config("gemma3_text").to_dict() | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    long = {**settings, "model": str(tmp_path), "max_length": 2048}
+    few = told(long)
+    monkeypatch.setattr(forecasting, "FEW_LAYERS", len(kinds))
+    forecasting._trace.cache_clear()
+    whole = told(long)
+    assert few.step_s == pytest.approx(whole.step_s, rel=0.01)
+    assert few.host_peak[1] == pytest.approx(whole.host_peak[1], rel=0.01)
 
 
 def test_offloaded_gradients_lie_in_host_memory(settings: dict[str, Any]) -> None:

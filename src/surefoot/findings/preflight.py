@@ -129,7 +129,7 @@ PAGES = {
         "the model's files are missing or damaged",
         "The folder does not exist, the header of a safetensors file is unreadable, or its tensors reach beyond its "
         "end.",
-        "Download or copy the folder again: the last time was cut short.",
+        "Download or copy the folder again, as the model was released.",
         severity="error",
     ),
     "SF719": Page(

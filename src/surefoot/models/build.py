@@ -61,8 +61,6 @@ __all__ = [
 ]
 
 
-OF_QUANTISED_WEIGHTS = ("_scale_inv", "_blocks", "_scales", ".weight_packed", ".weight_scale")
-"""Endings of the names of tensors that only quantised weights have."""
 ADVICE_ON_WEIGHTS = {
     "missing": "Filling them with random values would train a broken model; use a complete checkpoint.",
     "of another shape": "config.json does not belong to these weights, or a file is damaged.",
@@ -331,13 +329,11 @@ def _load_weights(
         ],
         "unknown": sorted(info["unexpected_keys"]),
     }
-    is_quantised = any(name.endswith(OF_QUANTISED_WEIGHTS) for name in problems["unknown"])
     for kind, names in problems.items():
         if names:
-            advice = "They were stored quantised: config.json has lost its quantization_config." if is_quantised else ""
             raise ModelError(
                 f"{folder}: {len(names)} weights are {kind} for {cls.__name__}: {', '.join(names[:3])}. "
-                f"{advice or ADVICE_ON_WEIGHTS[kind]}"
+                f"{ADVICE_ON_WEIGHTS[kind]}"
             )
     experts.plug_in(model)
     if weight_format is not FLOAT:

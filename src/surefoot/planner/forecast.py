@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ from surefoot.planner.sizes import FP32_BYTES, HALF_BYTES, Sizes, check_fields, 
 from surefoot.planner.trace import ATTENTION, EMPTY_TRACE, Trace, make_shaped_batch, trace_step
 from surefoot.planner.vision_tower import ImageBatch, add_images, fit_images
 
-FEW_LAYERS, MORE_LAYERS = 2, 4
-"""Numbers of layers that are traced; a model with more equal layers is extrapolated linearly from both."""
+FEW_LAYERS = 2
+"""Least number of layers that are traced. A model with layers of equal shapes is extrapolated linearly from one period
+of their kinds, of so many layers at least, and two."""
 RESERVED_SHARE = 0.06
 """Share of a GPU's memory that tensors cannot use: CUDA's context, kernels, fragmentation of the allocator."""
 HOST_LINK_BYTES_PER_S = 20 * GB
@@ -387,10 +389,12 @@ def _trace(spec: _ModelSpec, step: _StepSpec, gradient_share: float, expert_para
             )
 
     sizes = _count_sizes(spec)
-    if not sizes.layers_are_equal or sizes.num_layers <= MORE_LAYERS:
+    if sizes.layer_period is None:
         return trace_layers(None)
-    few, more = trace_layers(FEW_LAYERS), trace_layers(MORE_LAYERS)
-    return few.with_layers(more, FEW_LAYERS, MORE_LAYERS, sizes.num_layers)
+    few = sizes.layer_period * ceil(FEW_LAYERS / sizes.layer_period)
+    if sizes.num_layers <= 2 * few:
+        return trace_layers(None)
+    return trace_layers(few).with_layers(trace_layers(2 * few), few, 2 * few, sizes.num_layers)
 
 
 def _estimate_offload_s(model: ShardedModel, micro_batches: int) -> float:

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,8 @@ class Sizes:
     num_layers: int
     num_experts: int
     """Number of experts of the layer with the most; 0 for a dense model."""
-    layers_are_equal: bool
+    layer_period: int | None
+    """Number of layers after which their kinds repeat; None if layers have parameters of different shapes."""
     vocabulary: int
     num_heads: int
     """Number of attention heads of a layer; 0 for a model without attention."""
@@ -119,10 +120,7 @@ def count_sizes(built: BuiltModel) -> Sizes:
         largest_tensor_bytes=max(parameter.nbytes for parameter in model.parameters()),
         num_layers=len(layers),
         num_experts=max((experts_of(module) for module in expert_modules), default=0),
-        layers_are_equal=len(
-            {tuple((name, parameter.shape) for name, parameter in layer.named_parameters()) for layer in layers}
-        )
-        == 1,
+        layer_period=_find_period(layers, layer_kinds(text)),
         vocabulary=int(text.vocab_size),
         num_heads=int(getattr(text, "num_attention_heads", None) or 0),
         tensors=Counter(
@@ -132,6 +130,14 @@ def count_sizes(built: BuiltModel) -> Sizes:
         ),
         cache_elements=_count_cached_layers(text, len(layers)) * _count_cached_elements(text),
     )
+
+
+def _find_period(layers: Sequence[nn.Module], kinds: Sequence[str]) -> int | None:
+    """Return `Sizes.layer_period` of a decoder's layers and their kinds; empty `kinds` mean that all are of one."""
+    shapes = {tuple((name, parameter.shape) for name, parameter in layer.named_parameters()) for layer in layers}
+    if len(shapes) > 1:
+        return None
+    return next((period for period in range(1, len(kinds)) if kinds[period:] == kinds[:-period]), max(1, len(kinds)))
 
 
 def _count_cached_layers(text: PreTrainedConfig, num_layers: int) -> int:

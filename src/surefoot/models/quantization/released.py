@@ -20,12 +20,14 @@ SCALE_INV, SCALE = "_scale_inv", "_scale"
 BLOCKS, BLOCK_SCALES = "_blocks", "_scales"
 PACKED, SHAPE, ZERO_POINT = "_packed", "_shape", "_zero_point"
 OTHER_SCALE_NAMES = {".scale": SCALE_INV, ".qscale_weight": SCALE_INV}
-"""Names of an FP8 scale beside `.weight` in some releases, and the ending that stands for them here."""
+"""Names of an FP8 scale beside `.weight` in some releases, and the ending that they have here."""
 OF_ACTIVATIONS = tuple(
     ".activation_scale .input_scale .input_zero_point .input_global_scale .output_scale .output_zero_point "
     ".qscale_act .k_scale .v_scale".split()
 )
 """Endings of scales of activations and of the KV cache, which belong to no weight."""
+OF_NUMBERS = (".weight", BLOCKS, PACKED)
+"""Endings of tensors of whole numbers that are quantised weights; others are tables."""
 INTEGERS = ("I8", "U8", "I32")
 INT32_BITS = 32
 
@@ -216,11 +218,17 @@ def _is_sparse(settings: Mapping[str, Any]) -> bool:
 def find_weights(files: Iterable[Path], quantization: Quantization | None) -> dict[str, StoredWeight]:
     """Return the weights that files hold, by name.
 
-    Raises: ModelError for quantised numbers without scales, and scales without numbers. ValueError for a file that is
-    incomplete.
+    Raises: ModelError for quantised numbers without scales or a quantization_config, and scales without numbers.
+    ValueError for a file that is incomplete.
     """
     stored = {part.name: part for path in files for part in _list_parts(path)}
     if quantization is None:
+        for part in stored.values():
+            if part.dtype.startswith("F8") or (part.dtype in INTEGERS and part.name.endswith(OF_NUMBERS)):
+                raise ModelError(
+                    f"{part.place} is quantised ({part.dtype}), and config.json has lost the quantization_config "
+                    "that says how. Take the config.json of the model's release, or weights in bfloat16."
+                )
         return {name: StoredWeight(name, part.shape, {"": part}) for name, part in stored.items()}
     naming = METHODS[quantization.method]
     weights: dict[str, dict[str, StoredPart]] = {}
@@ -259,7 +267,7 @@ def _split_name(name: str, naming: _Naming, stored: Mapping[str, StoredPart]) ->
 
 def _build_weight(name: str, parts: Parts, naming: _Naming) -> StoredWeight:
     first = next(iter(parts.values()))
-    is_table = first.dtype in INTEGERS and not name.endswith(".weight")  # a buffer of whole numbers
+    is_table = first.dtype in INTEGERS and not name.endswith(".weight")
     if parts.keys() == {""} and (is_table or not first.is_quantised):
         return StoredWeight(name, first.shape, parts)
     values = [parts[ending] for ending in naming.values if ending in parts]
