@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 CORRECTNESS = ("numerics", "architectures", "runs")
 SPEED = "speed"
-ALL_WITHIN_S, CORRECTNESS_WITHIN_S = 570, 200
+ALL_WITHIN_S, CORRECTNESS_WITHIN_S, KILLED_WITHIN_S = 570, 200, 10
 STAND_IN_ARCHITECTURES = "llama,mixtral"
 
 
@@ -69,10 +69,10 @@ class Part:
             problem = f"exit status {status}" if status else ""
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            self._process.wait(KILLED_WITHIN_S)
             problem = "not done in time"
         for thread in self._threads:
-            thread.join()
+            thread.join(KILLED_WITHIN_S)
         if problem:
             last = self._errors[-1][:300] if self._errors else ""
             self.rows.append({"name": self.name, "result": f"{problem}. {last}", "limit": "", "passed": False})

@@ -5,7 +5,6 @@ bfloat16, whose difference is judged by that of transformers' own model in bfloa
 its own: an error of the device stops its process for good.
 """
 
-import json
 import math
 import multiprocessing
 import os
@@ -18,6 +17,7 @@ from part import Row, failure, main
 from tests.models.architectures import ARCHITECTURES, tiny_model
 from tests.support.model_check import (
     Reference,
+    by_one_name,
     low_rank_change,
     packed_batch,
     sample_tokens,
@@ -38,8 +38,6 @@ TIMES, LEAST = 2.0, (5e-3, 0.03)
 """In bfloat16: so many times the difference of transformers' own model in bfloat16, and a little more."""
 NAMES = "SUREFOOT_GPU_ARCHITECTURES"
 """Environment variable: names of architectures, with commas, instead of all."""
-DETAILS = "SUREFOOT_GPU_DETAILS"
-"""Environment variable: the file that every architecture's numbers are written to."""
 
 
 def architectures(device: torch.device) -> Iterator[Row]:
@@ -49,21 +47,18 @@ def architectures(device: torch.device) -> Iterator[Row]:
     torch.set_num_threads(1)
     with multiprocessing.get_context("fork").Pool(PROCESSES, maxtasksperchild=1) as pool:
         results = pool.starmap(compare, [(name, str(device)) for name in names], chunksize=1)
-    details = dict(zip(names, results, strict=True))
-    if path := os.environ.get(DETAILS):
-        Path(path).write_text(json.dumps(details, indent=1), encoding="utf-8")
     for key in dict.fromkeys(key for result in results for key in result):
-        good = sum(bool(result.get(key, {}).get("passed")) for result in results)
+        good = sum(result[key][0] for result in results if key in result)
         yield Row(f"architectures, {key}", f"{good} of {len(names)} within the limits", "all", good == len(names))
-    for name, result in details.items():
-        for key, measured in result.items():
-            if not measured["passed"]:
-                yield Row(f"{name}, {key}", str(measured["text"]), "", False)
+    for name, result in zip(names, results, strict=True):
+        for key, (passed, text) in result.items():
+            if not passed:
+                yield Row(f"{name}, {key}", text, "", False)
 
 
-def compare(name: str, device: str) -> dict[str, dict[str, object]]:
-    """Return what was measured of an architecture, by type of numbers and way to train."""
-    found: dict[str, dict[str, object]] = {}
+def compare(name: str, device: str) -> dict[str, tuple[bool, str]]:
+    """Return whether an architecture is within the limits, and how far it is, by type of numbers and way to train."""
+    found: dict[str, tuple[bool, str]] = {}
     place = torch.device(device)
     for dtype in (torch.float32, torch.bfloat16):
         with tempfile.TemporaryDirectory(prefix="surefoot-gpu-") as folder, quiet_transformers():
@@ -74,13 +69,13 @@ def compare(name: str, device: str) -> dict[str, dict[str, object]]:
                 for mode, lora in MODES.items():
                     found[f"{key}, {mode}"] = compare_mode(Path(folder), lora, reference, place, dtype)
             except Exception as error:  # noqa: BLE001 - the row tells of it
-                found[f"{key}, {mode if found else 'full'}"] = {"text": failure(name, error).result, "passed": False}
+                found[f"{key}, {mode if found else 'full'}"] = (False, failure(name, error).result)
     return found
 
 
 def compare_mode(
     folder: Path, lora: LoraSettings | None, reference: Reference, device: torch.device, dtype: torch.dtype
-) -> dict[str, object]:
+) -> tuple[bool, str]:
     """Compare one way to train with transformers in float32."""
     built = build_model(folder, lora=lora, device=device, dtype=dtype)
     wanted_loss, wanted = wanted_of(built, lora, reference)
@@ -91,13 +86,9 @@ def compare_mode(
     if dtype != torch.float32:
         own_loss, own_gradient = rounding_of(folder, reference, changes, device, dtype)
         loss_within, gradient_within = LEAST[0] + TIMES * own_loss, LEAST[1] + TIMES * own_gradient
-    return {
-        "text": f"loss {losses[0]:.4f}, wanted {wanted_loss:.4f} within {loss_within:.1e}; gradients differ by "
-        f"{gradient:.1e}, within {gradient_within:.1e}",
-        "passed": loss <= loss_within and gradient <= gradient_within,
-        "loss": loss,
-        "gradient": gradient,
-    }
+    text = f"loss {losses[0]:.4f}, wanted {wanted_loss:.4f} within {loss_within:.1e}; "
+    text += f"gradients differ by {gradient:.1e}, within {gradient_within:.1e}"
+    return loss <= loss_within and gradient <= gradient_within, text
 
 
 def rounding_of(
@@ -110,10 +101,12 @@ def rounding_of(
 
 
 def difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """Return the norm of the difference of all gradients, relative to their norm."""
-    pairs = [(found[name].double(), value.double()) for name, value in wanted.items() if name in found]
-    error = sum(float((one - other).square().sum()) for one, other in pairs)
-    return math.sqrt(error / max(sum(float(other.square().sum()) for _, other in pairs), 1e-30))
+    """Return the norm of the difference of all gradients, relative to their norm. Missing ones count."""
+    once = {name: value.double() for name, value in by_one_name(wanted, found).items()}
+    error = sum(
+        float((value - found.get(name, torch.zeros_like(value))).square().sum()) for name, value in once.items()
+    )
+    return math.sqrt(error / max(sum(float(value.square().sum()) for value in once.values()), 1e-30))
 
 
 if __name__ == "__main__":

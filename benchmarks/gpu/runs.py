@@ -41,8 +41,13 @@ def surefoot(folder: Path, *arguments: str, status: int = 0) -> str:
         timeout=DEADLINE_S,
     )
     if done.returncode != status:
-        raise RunFailed(f"status {done.returncode}: {(done.stderr or done.stdout).strip()[-1500:]}")
+        raise RunFailed(f"status {done.returncode}: {last_line(done.stderr or done.stdout)}")
     return done.stdout + done.stderr
+
+
+def last_line(text: str) -> str:
+    """Return the last line of what a run printed: the error."""
+    return (text.strip().splitlines() or ["it printed nothing"])[-1][:300]
 
 
 def write_config(folder: Path, name: str, **changes: Any) -> str:
@@ -103,7 +108,7 @@ def killed_and_resumed(folder: Path, device: str) -> str:
             raise RunFailed(f"status {process.poll()} before its second checkpoint")
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.wait(DEADLINE_S)
     before = len(losses_of(folder / "killed"))
     surefoot(folder, "train", config)
     found = losses_of(folder / "killed")
@@ -139,7 +144,7 @@ def too_large(folder: Path, device: str) -> str:
     )
     text = done.stdout + done.stderr
     if "SF209" not in text:
-        raise RunFailed(f"status {done.returncode}: {text[-800:]}")
+        raise RunFailed(f"status {done.returncode}: {last_line(text)}")
     return f"status {done.returncode}, SF209"
 
 

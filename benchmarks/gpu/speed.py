@@ -173,7 +173,7 @@ def measure(step: Step, vocab_size: int, length: int, device: torch.device) -> d
     }  # fmt: skip
     if device.type == "cuda":
         result["waits"] = count_waits(step, mine)
-        result["split"], result["kernels"] = profile(step, mine)
+        result |= profile(step, mine)
     return result
 
 
@@ -199,11 +199,10 @@ KINDS = {
 """Parts of the names of kernels, by what they compute; all others are elementwise and reductions."""
 
 
-def profile(step: Step, packs: list[MicroBatch]) -> tuple[dict[str, float], list[str]]:
-    """Return the shares of a step's time by kind of kernel and idle, and the kernels that take longest."""
-    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+def profile(step: Step, packs: list[MicroBatch]) -> dict[str, Any]:
+    """Return the shares of a step's time by kind of kernel and idle, its launches, and the longest kernels."""
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=activities[:1]) as profiled:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
         began = time.perf_counter()
         step(packs)
         torch.cuda.synchronize()
@@ -216,8 +215,7 @@ def profile(step: Step, packs: list[MicroBatch]) -> tuple[dict[str, float], list
     split["idle"] = 1 - sum(split.values())
     longest = sorted(kernels, key=lambda event: -event.self_device_time_total)[:25]
     lines = [f"{e.self_device_time_total / 1e3:8.1f} ms {e.count:6} x {e.key[:110]} {e.key[-160:]}" for e in longest]
-    split["launches"] = float(sum(event.count for event in kernels))
-    return split, lines
+    return {"split": split, "launches": sum(event.count for event in kernels), "kernels": lines}
 
 
 def ours(
@@ -360,12 +358,12 @@ def compare(name: str, shape: Shape, rate: float, device: torch.device, is_tiny:
             yield Row(f"{name}: {side}", measured["error"], "", False)
             continue
         for length, values in measured.items():
-            split = ", ".join(f"{kind} {share:.0%}" for kind, share in values.get("split", {}).items() if share <= 1)
+            split = ", ".join(f"{kind} {share:.0%}" for kind, share in values.get("split", {}).items())
             yield Row(
                 f"{name}, {length} tokens: {side}",
                 f"{values['tokens_per_second']:.0f} tokens/s, {values['tokens_per_second'] * flops / rate:.1%} of the "
                 f"matrix rate, peak {values['peak_bytes'] / 2**30:.1f} GiB; {split}"
-                f"; waits a step: {sum(values.get('waits', {}).values())}",
+                f"; waits a step: {sum(values.get('waits', {}).values())}, launches: {values.get('launches', 0)}",
             )
     theirs = found.pop("transformers + PEFT")
     for side, measured in found.items():

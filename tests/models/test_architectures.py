@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -35,6 +36,7 @@ from tests.support.model_check import (
     wanted_of,
     worst_difference,
 )
+from tests.support.processes import run_program
 
 REPRESENTATIVE = (
     "llama", "mixtral", "deepseek_v3", "qwen3_5_moe_text", "mamba2", "lfm2", "gpt_oss", "gemma2", "mistral",
@@ -93,6 +95,18 @@ def test_states_and_weights_of_two_types_train(
     losses, _, _ = train_two_steps(built, packed_batch(sample_tokens()))
     assert losses[0] == pytest.approx(wanted, rel=0.01)
     assert losses[1] < losses[0]
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "hrm_text", "kimi_linear", "olmo_hybrid", "qwen3_moe"])
+def test_two_ranks_begin_with_the_weights_and_buffers_of_one(name: str, tmp_path: Path) -> None:
+    """Weights that the loader joins, splits or permutes, and a buffer that is computed where a class is defined."""
+    tiny_model(name).save_pretrained(tmp_path / "model")
+    run_program(Path(__file__).with_name("loaded_ranks.py"), tmp_path / "model", "full", 3, 1, tmp_path / "out")
+    found = load_file(tmp_path / "out")
+    alone = build_model(tmp_path / "model", lora=None, device=CPU, dtype=torch.float32).model
+    wanted = dict([*alone.named_parameters(), *alone.named_buffers()])
+    assert found.keys() == wanted.keys()
+    assert [key for key, value in wanted.items() if not torch.equal(found[key], value)] == []
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,15 @@
 """What a GPU's kernels can compute is chosen right, and given to them as they take it; without a GPU, by a stand-in."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from surefoot.config import load_config
+from surefoot.config.resolve import resolve
 from surefoot.models import attention, grouped_gemm
 from surefoot.models.attention_math import AttentionTerms, attend
 from surefoot.models.sample_layout import SampleLayout, samples_are
@@ -103,3 +106,15 @@ def test_attention_of_sizes_and_devices_without_a_kernel_is_computed_sample_by_s
     heads = torch.empty(1, 2, 3, size, dtype=dtype)
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
     assert attention._has_kernel(heads, heads) == has_kernel
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((7, 5), "float32"), ((8, 0), "bfloat16"), ((9, 0), "bfloat16")])
+def test_runs_compute_in_bfloat16_where_a_gpu_has_it(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], capability: tuple[int, int], dtype: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    loaded = load_config(None, [], {**settings, "device": "auto", "dtype": "auto"})
+    assert resolve(loaded, 1).run.dtype == dtype
+    asked = load_config(None, [], {**settings, "device": "auto", "dtype": "bfloat16"})
+    assert resolve(asked, 1).run.dtype == "bfloat16"

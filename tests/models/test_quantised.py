@@ -1,10 +1,7 @@
 """Quantised checkpoints are trained, exported and opened as transformers reads them back."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +16,7 @@ from surefoot.models.build import build_model
 from surefoot.models.checkpoint_weights import CheckpointWeights
 from surefoot.models.lora import LoraSettings
 from surefoot.models.resolve_model import weight_files
+from tests.support.processes import run_program
 from tests.support.quantised import (
     RELEASES,
     WEIGHTS,
@@ -31,7 +29,7 @@ from tests.support.quantised import (
 CPU = torch.device("cpu")
 LORA = LoraSettings(rank=2, alpha=4, targets=("attention",))
 TRAINED = [name for name, about in RELEASES.items() if about.kind != "gpt_oss"]
-PROGRAM = Path(__file__).with_name("quantised_ranks.py")
+PROGRAM = Path(__file__).with_name("loaded_ranks.py")
 BROKEN = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -340,13 +338,7 @@ def test_two_ranks_begin_with_the_weights_of_one(
     name: str, tuning: str, zero_stage: int, expert_parallel: int, released: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = released(name)
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(folder), tuning, str(zero_stage), str(expert_parallel),
-         str(tmp_path / "out.safetensors")],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True, text=True, timeout=180,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_program(PROGRAM, folder, tuning, zero_stage, expert_parallel, tmp_path / "out.safetensors")
     dtype = torch.bfloat16 if tuning == "lora" else torch.float32
     wanted = dict(read_by_transformers(name, folder, dtype).named_parameters())
     assert_equal(load_file(tmp_path / "out.safetensors"), wanted, dtype)

@@ -1,8 +1,5 @@
 """A weight format of a test file: its weights are stored, cut over ranks, multiplied, read back and counted."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +15,7 @@ from surefoot.models.lora_linear import LoraLinear
 from surefoot.models.quantization.base import FLOAT, FrozenLinear, format_of, keep_stored, stored_weight
 from surefoot.planner.sizes import count_sizes
 from tests.support.int8_format import INT8, STORED, is_stored, loss_and_gradients, write_as_read
+from tests.support.processes import run_program
 
 CPU = torch.device("cpu")
 PROGRAM = Path(__file__).with_name("stored_ranks.py")
@@ -83,13 +81,7 @@ def test_two_ranks_compute_what_one_does(
     zero_stage: int, expert_parallel: int, model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = model_folder("mixtral")
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(folder), str(zero_stage), str(expert_parallel),
-         str(tmp_path / "out.safetensors")],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True, text=True, timeout=180,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_program(PROGRAM, folder, zero_stage, expert_parallel, tmp_path / "out.safetensors")
     found = load_file(tmp_path / "out.safetensors")
     alone = build(folder, STORED)
     loss, gradients = loss_and_gradients(alone)

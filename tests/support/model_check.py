@@ -268,6 +268,13 @@ def low_rank_gradients(built: BuiltModel, scaling: float, gradients: Mapping[str
     return wanted
 
 
+def by_one_name(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return each gradient once: a tied one, which has several names, by that in `found`."""
+    names = {id(value): name for name, value in wanted.items()}
+    names |= {id(wanted[name]): name for name in found if name in wanted}
+    return {name: wanted[name] for name in names.values()}
+
+
 def worst_difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[float, str]:
     """Return the largest relative difference of gradients, and where it is. One that is not found differs by all."""
     total = math.sqrt(sum(float(value.double().square().sum()) for value in wanted.values()))
@@ -277,8 +284,7 @@ def worst_difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) 
         difference = float((value - expected).norm()) / max(float(expected.norm()), NEGLIGIBLE * total)
         if not difference <= worst:
             worst, where = difference, name
-    seen = {id(wanted[name]) for name in found if name in wanted}  # a tied parameter has several names
-    unseen = [name for name, value in wanted.items() if id(value) not in seen and value.any()]
+    unseen = [name for name, value in by_one_name(wanted, found).items() if name not in found and value.any()]
     return (math.inf, unseen[0]) if unseen else (worst, where)
 
 

@@ -50,4 +50,16 @@ def surefoot(
     )
 
 
+def run_program(program: Path, *arguments: object, timeout_s: float = 180) -> None:
+    """Run a Python program of the tests, which must end with status 0."""
+    done = subprocess.run(
+        [sys.executable, str(program), *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 FAULTS = Path(__file__).with_name("faults")

@@ -31,6 +31,9 @@ SWITCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """Peer setting -> Surefoot settings (if it is on, if it is off)."""
 CARRIED_ELSEWHERE = frozenset({"stage", "rlhf_type", "rl", "freeze_llm", "freeze_language_model"})
 """Peer settings that are carried as the method or with the target modules."""
+TARGET_MODULES = ("lora_target", "lora_target_modules", "target_modules")
+TARGET_PARAMETERS = ("lora_target_parameters", "target_parameters")
+"""Peer settings that name what LoRA adapts: linear layers, and stacks of experts."""
 MODULE_GROUPS = {"all-linear": "all", "all-router": "router"}
 """ms-swift's groups of modules -> Surefoot's. PEFT has the first."""
 FASTER_LOSSES = ("LigerPlugin", "CutCrossEntropyPlugin")
@@ -148,10 +151,6 @@ def _map_data(run: ParsedRun, name: str, value: Any) -> MappedSettings:
     return ...
 
 
-TARGET_MODULES = ("lora_target", "lora_target_modules", "target_modules")
-TARGET_PARAMETERS = ("lora_target_parameters", "target_parameters")
-
-
 def _map_trained_modules(run: ParsedRun, name: str, value: Any) -> MappedSettings:
     """Map settings of the model, LoRA and the vision tower."""
     if name == "model_name" and run.program == "TRL":
@@ -162,12 +161,12 @@ def _map_trained_modules(run: ParsedRun, name: str, value: Any) -> MappedSetting
         return {}  # which has the experts too
     if name in (*TARGET_MODULES, *TARGET_PARAMETERS):
         # PEFT names linear layers and stacks of experts in two settings. The last one in the run carries both.
-        given = [key for key in (*TARGET_MODULES, *TARGET_PARAMETERS) if run.settings.get(key)]
-        parsed = [_parse_target_modules(run.settings[key]) for key in given] if name in given else []
+        given_keys = [key for key in (*TARGET_MODULES, *TARGET_PARAMETERS) if run.settings.get(key)]
+        parsed = [_parse_target_modules(run.settings[key]) for key in given_keys] if name in given_keys else []
         if any(names is None for names in parsed):
             return None
         combined = list(dict.fromkeys(target for names in parsed for target in names or []))
-        if not combined or name != given[-1]:
+        if not combined or name != given_keys[-1]:
             return {}
         return {"target_modules": combined[0] if len(combined) == 1 else combined}
     if name == "bf16" and value == "auto":

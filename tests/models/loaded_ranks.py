@@ -1,6 +1,6 @@
-"""Two ranks with a quantised checkpoint: `quantised_ranks.py MODEL TUNING ZERO_STAGE EXPERT_PARALLEL_SIZE OUT`.
+"""Two ranks that load a checkpoint: `loaded_ranks.py MODEL TUNING ZERO_STAGE EXPERT_PARALLEL_SIZE OUT`.
 
-Rank 0 writes the base's weights, gathered from both.
+Rank 0 writes the base's weights, gathered from both, and its buffers.
 """
 
 import sys
@@ -29,7 +29,8 @@ def main() -> None:
         built = build_model(model, lora=lora, device=CPU, dtype=torch.bfloat16, sharding=sharding)
         full = {name: gather_full(p).clone() for name, p in built.model.named_parameters() if not is_lora(name)}
         if ranks.is_first:
-            save_file(full, out)
+            buffers = {name: buffer.clone() for name, buffer in built.model.named_buffers()}
+            save_file(full | buffers, out)
 
 
 run_on_ranks(main, 2)
