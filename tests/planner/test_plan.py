@@ -20,7 +20,7 @@ from surefoot.config import load_config
 from surefoot.diagnostics.monitor.event_log import read_history
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.errors import ConfigError, ModelError
-from surefoot.planner import forecast as forecasting
+from surefoot.planner import traced_model
 from surefoot.planner.command import plan
 from surefoot.planner.devices import DEVICES, Device
 from surefoot.planner.forecast import Forecast, forecast
@@ -140,7 +140,7 @@ def test_what_cannot_fit_is_not_run(settings: dict[str, Any], monkeypatch: pytes
     """A card that is too small for the weights: no setting helps, and that is known at once."""
     small = told({**settings, "tuning": "full", "lora_rank": 8}, Device("card", 1 << 16, 1e13, 1e10))
     traced = []
-    monkeypatch.setattr("surefoot.planner.forecast._trace", lambda *_, **__: traced.append(1))
+    monkeypatch.setattr("surefoot.planner.forecast.trace_of", lambda *_, **__: traced.append(1))
 
     def ask(run: Any, *, is_least: bool = False) -> Forecast:
         return forecast(run, Path(settings["model"]), small.device, is_least=is_least)
@@ -399,8 +399,8 @@ def test_a_deep_model_is_forecast_from_a_few_of_its_layers(
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 9}))
     settings = {**settings, "model": str(tmp_path)}
     few = told(settings)
-    monkeypatch.setattr(forecasting, "FEW_LAYERS", 9)
-    forecasting._trace.cache_clear()
+    monkeypatch.setattr(traced_model, "FEW_LAYERS", 9)
+    traced_model.trace_of.cache_clear()
     whole = told(settings)
     assert few.host_peak[1] == pytest.approx(whole.host_peak[1], rel=0.01)
     assert few.step_s == pytest.approx(whole.step_s)
@@ -418,8 +418,8 @@ def test_a_few_layers_are_a_period_of_their_kinds(
     (tmp_path / "config.json").write_text(json.dumps(config))
     long = {**settings, "model": str(tmp_path), "max_length": 2048}
     few = told(long)
-    monkeypatch.setattr(forecasting, "FEW_LAYERS", len(kinds))
-    forecasting._trace.cache_clear()
+    monkeypatch.setattr(traced_model, "FEW_LAYERS", len(kinds))
+    traced_model.trace_of.cache_clear()
     whole = told(long)
     assert few.step_s == pytest.approx(whole.step_s, rel=0.01)
     assert few.host_peak[1] == pytest.approx(whole.host_peak[1], rel=0.01)

@@ -22,7 +22,7 @@ class ExpertLayout:
     """Names of the stacks of a module of experts, how they are stored, and how the module is called."""
 
     up: tuple[str, ...] = GATED
-    """Names of the stacks before the gate, whose outputs stand side by side."""
+    """Names of the stacks before the gate, whose outputs are concatenated."""
     down: str | None = "down_proj"
     """Name of the stack after the gate; None for a module that is one stack without a gate."""
     transposed: frozenset[str] = frozenset()

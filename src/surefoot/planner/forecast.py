@@ -1,38 +1,28 @@
 """Memory and time of a run, by phase and rank, and whether it fits. Reads the model's config, and no weights."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from surefoot.config import RolloutConfig, RunConfig, vllm_settings
 from surefoot.config.vllm_args import SMALLER, memory_share, pipeline_parallel, tensor_parallel, value_of
 from surefoot.distributed.parallel_dims import Layout
-from surefoot.errors import ConfigError, ModelError, SurefootError
-from surefoot.methods.base import PlannedLoss
+from surefoot.errors import ConfigError
 from surefoot.methods.registry import method_of
-from surefoot.models.build import BuiltModel, build_without_storage
-from surefoot.models.lora import LoraSettings, lora_settings
-from surefoot.models.sample_masks import NeedsOwnAttentionError
+from surefoot.models.lora import lora_settings
 from surefoot.planner.devices import GB, GIB, Device
-from surefoot.planner.expert_dispatch import shard_experts
 from surefoot.planner.memory import Owners, RankSetup, Rollout, Server, forecast_memory
 from surefoot.planner.sharded_model import ShardedModel
-from surefoot.planner.sizes import FP32_BYTES, HALF_BYTES, Sizes, check_fields, count_sizes
-from surefoot.planner.trace import ATTENTION, EMPTY_TRACE, Trace, make_shaped_batch, trace_step
-from surefoot.planner.vision_tower import ImageBatch, add_images, fit_images
+from surefoot.planner.sizes import FP32_BYTES, HALF_BYTES, Sizes
+from surefoot.planner.trace import EMPTY_TRACE
+from surefoot.planner.traced_model import ModelSpec, StepSpec, sizes_of, trace_of
+from surefoot.planner.vision_tower import ImageBatch, fit_images
 
-FEW_LAYERS = 2
-"""Least number of layers that are traced. A model with layers of equal shapes is extrapolated linearly from one period
-of their kinds, of so many layers at least, and two."""
 RESERVED_SHARE = 0.06
 """Share of a GPU's memory that tensors cannot use: CUDA's context, kernels, fragmentation of the allocator."""
 HOST_LINK_BYTES_PER_S = 20 * GB
@@ -156,54 +146,6 @@ class Forecast:
         }
 
 
-@dataclass(frozen=True)
-class _ModelSpec:
-    """A model to build without storage."""
-
-    base: Path
-    """Folder of its config.json."""
-    lora: LoraSettings | None
-    dtype: torch.dtype
-    freeze_vision: bool
-
-    def build(
-        self,
-        *,
-        is_checkpointed: bool = False,
-        layers: int | None = None,
-        has_own_attention: bool = False,
-        is_run: bool = True,
-    ) -> BuiltModel:
-        """Build the model, or its first `layers` decoder layers. Call it in a FakeTensorMode.
-
-        `has_own_attention`: whether it computes with masks that attention over packed samples does not build. `is_run`:
-        whether forwards of it will run.
-        """
-        return build_without_storage(
-            self.base,
-            lora=self.lora,
-            dtype=self.dtype,
-            gradient_checkpointing=is_checkpointed,
-            packed_attention=None if has_own_attention else ATTENTION,
-            layers=layers,
-            freeze_vision=self.freeze_vision,
-            is_run=is_run,
-        )
-
-
-@dataclass(frozen=True)
-class _StepSpec:
-    """One rank's micro-batches of a step, each of `rows` sequences of `length` tokens."""
-
-    loss: PlannedLoss
-    rows: int
-    length: int
-    images: ImageBatch | None
-    is_checkpointed: bool
-    is_accumulated: bool
-    """Whether the gradients of several micro-batches are summed."""
-
-
 def forecast(
     run: RunConfig,
     base: Path,
@@ -222,8 +164,8 @@ def forecast(
     layout = Layout.of(run, ranks, where)
     is_float32 = run.dtype == "float32" or (not device.is_gpu and run.dtype != "bfloat16")
     dtype = torch.float32 if is_float32 else torch.bfloat16
-    spec = _ModelSpec(base, lora_settings(run), dtype, run.freeze_vision_tower)
-    sizes = _count_sizes(spec)
+    spec = ModelSpec(base, lora_settings(run), dtype, run.freeze_vision_tower)
+    sizes = sizes_of(spec)
     if layout.expert_parallel > 1 and (not sizes.num_experts or sizes.num_experts % layout.expert_parallel):
         raise ConfigError(
             f"expert_parallel_size={layout.expert_parallel} does not divide the {sizes.num_experts} experts of the "
@@ -236,7 +178,7 @@ def forecast(
     micro_batches = -(-sequences // step.rows)
     trace = EMPTY_TRACE
     if not is_least:
-        trace = _trace(spec, step, model.gradient_share, layout.expert_parallel, is_on_gpu=device.is_gpu)
+        trace = trace_of(spec, step, model.gradient_share, layout.expert_parallel, is_on_gpu=device.is_gpu)
     server = _plan_server(run, device, sizes)
     setup = RankSetup(
         process_bytes=GPU_PROCESS_BYTES if device.is_gpu else _measure_process_bytes(),
@@ -266,7 +208,7 @@ def forecast(
     )
 
 
-def _plan_step(run: RunConfig, base: Path, sequences: int, where: Callable[..., str]) -> _StepSpec:
+def _plan_step(run: RunConfig, base: Path, sequences: int, where: Callable[..., str]) -> StepSpec:
     """Return the micro-batches of one rank's `sequences`.
 
     Raises: ConfigError for more tokens in one forward than plans are made for.
@@ -279,7 +221,7 @@ def _plan_step(run: RunConfig, base: Path, sequences: int, where: Callable[..., 
             f"forward, and the plan can trace at most {MAX_FORWARD_TOKENS} "
             f"({where('per_device_train_batch_size', 'max_length')})."
         )
-    return _StepSpec(
+    return StepSpec(
         loss=method_of(run).planned_loss(run),
         rows=rows,
         length=length,
@@ -289,7 +231,7 @@ def _plan_step(run: RunConfig, base: Path, sequences: int, where: Callable[..., 
     )
 
 
-def _plan_rollout(run: RunConfig, sequences: int, step: _StepSpec, dtype: torch.dtype) -> Rollout | None:
+def _plan_rollout(run: RunConfig, sequences: int, step: StepSpec, dtype: torch.dtype) -> Rollout | None:
     """Return the completions that the built-in engine generates at a time, or None without it."""
     if not isinstance(run, RolloutConfig) or run.rollout_engine != "local":
         return None
@@ -331,70 +273,6 @@ def sequence_length(run: RunConfig) -> int:
 def _measure_process_bytes() -> int:
     """Return the resident memory of this process, which has loaded the same libraries as a rank."""
     return int(psutil.Process().memory_info().rss)
-
-
-@contextmanager
-def _raise_as_model_error(base: Path) -> Iterator[None]:
-    """Raise errors of a model that cannot be built, counted or traced as a ModelError that names its config."""
-    try:
-        yield
-    except (SurefootError, NeedsOwnAttentionError):
-        raise
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise ModelError(
-            f"{base / 'config.json'}: cannot forecast this model: its code decides by values ({error}), and a forecast "
-            "computes without any. Measure a few steps with max_steps instead."
-        ) from error
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ModelError(
-            f"{base / 'config.json'}: cannot forecast this model: {type(error).__name__}: {reason}"
-        ) from error
-
-
-@lru_cache(maxsize=8)
-def _count_sizes(spec: _ModelSpec) -> Sizes:
-    with _raise_as_model_error(spec.base), FakeTensorMode():
-        check_fields(spec.base)
-        return count_sizes(spec.build(is_run=False))
-
-
-@lru_cache(maxsize=64)
-def _trace(spec: _ModelSpec, step: _StepSpec, gradient_share: float, expert_parallel: int, *, is_on_gpu: bool) -> Trace:
-    """Trace micro-batches whose sequences have full length and whose tokens are all trained: the largest possible.
-
-    With GRPO the tokens of the longest completions are trained; each follows its own prompt, as on a GPU.
-    """
-
-    def trace_layers(layers: int | None) -> Trace:
-        try:
-            return trace_with(layers, has_own_attention=False)
-        except NeedsOwnAttentionError:
-            return trace_with(layers, has_own_attention=True)
-
-    def trace_with(layers: int | None, *, has_own_attention: bool) -> Trace:
-        with _raise_as_model_error(spec.base), FakeTensorMode():
-            built = spec.build(is_checkpointed=step.is_checkpointed, layers=layers, has_own_attention=has_own_attention)
-            if expert_parallel > 1:
-                shard_experts(built.model, expert_parallel)
-            vision = add_images(built, step.images) if step.images is not None else None
-            batch = make_shaped_batch([step.length] * step.rows, step.rows * step.loss.tokens_per_sequence, vision)
-            return trace_step(
-                built,
-                batch,
-                step.loss(built, batch),
-                is_on_gpu=is_on_gpu,
-                twice=step.is_accumulated,
-                gradient_share=gradient_share,
-            )
-
-    sizes = _count_sizes(spec)
-    if sizes.layer_period is None:
-        return trace_layers(None)
-    few = sizes.layer_period * ceil(FEW_LAYERS / sizes.layer_period)
-    if sizes.num_layers <= 2 * few:
-        return trace_layers(None)
-    return trace_layers(few).with_layers(trace_layers(2 * few), few, 2 * few, sizes.num_layers)
 
 
 def _estimate_offload_s(model: ShardedModel, micro_batches: int) -> float:
