@@ -20,9 +20,9 @@ from tests.models.architectures import ARCHITECTURES, tiny_model
 from tests.support.adapters import save
 from tests.support.model_check import attention_of
 
-REPRESENTATIVE = ("deepseek_v3", "laguna", "qwen3_moe+dense_layer", "qwen3_vl_moe", "kimi_k25", "gemma4")
+REPRESENTATIVE = ("deepseek_v3", "laguna", "qwen3_moe+dense_layer", "qwen3_vl_moe", "kimi_k25", "gemma4", "dots3_note")
 """Dense layers beside experts; a router that stores more than its weight, and layers that PEFT renames; experts that
-are stored transposed; a tower that is stored fused; a tower whose modules have the names of the decoder's."""
+are stored transposed; a tower that is stored fused; towers whose modules or routers have the names of the decoder's."""
 REFUSALS = "(?i)incompatible|size mismatch|no modules were targeted|missing adapter keys"
 """Errors with which PEFT refuses an adapter."""
 TARGETS = (("attention", "experts"), ("attention", "mlp"), ("all", "router"), ("router",), ("attention", "vision"))

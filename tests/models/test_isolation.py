@@ -1,5 +1,6 @@
 """No sample sees another: layers that would mix samples are found, whatever they are, and run once per sample."""
 
+import copy
 import math
 from typing import Any
 
@@ -14,10 +15,10 @@ from surefoot.errors import ModelError
 from surefoot.methods.token_loss import TokenLoss
 from surefoot.models import sample_layout
 from surefoot.models.attention import has_packed_attention, implementation_for
-from surefoot.models.isolation import isolate_samples
+from surefoot.models.isolation import can_share_prompts, isolate_samples
 from surefoot.models.sample_layout import SampleLayout, accept_samples, keep_layout_on_recompute, num_positions
 from surefoot.models.sample_masks import NeedsOwnAttentionError, SampleMask
-from tests.models.architectures import tiny_model
+from tests.models.architectures import model_class_of, tiny_config, tiny_model
 
 LENGTHS = [13, 7, 17]
 
@@ -343,3 +344,29 @@ def test_all_rows_of_a_described_mask_are_the_mask() -> None:
         mask[:, :, slice(-1, None), :]
     model, _ = prepare("gemma4_text+shared_kv")
     assert has_packed_attention(model)
+
+
+@pytest.mark.parametrize(("name", "shares"), [("llama", True), ("phi3+longrope", False), ("gptj", False)])
+def test_prompts_are_shared_where_their_keys_do_not_depend_on_the_completion(name: str, shares: bool) -> None:
+    assert can_share_prompts(prepare(name)[0]) == shares
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "llama4_text"])
+def test_positions_as_complex_numbers_are_those_of_each_sample(name: str) -> None:
+    """The threshold of 40 tokens lies beyond the row of the probe."""
+    config = tiny_config(name)
+    config.max_position_embeddings = 40
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    torch.manual_seed(0)
+    stock = model_class_of(config)._from_config(config, dtype=torch.float32).eval()
+    model = copy.deepcopy(stock)
+    model.set_attn_implementation(implementation_for(type(model), config))
+    stock.set_attn_implementation("eager")
+    isolate_samples(model, torch.float32, is_sharded=False)
+    lengths = [5, 60, 9]
+    ids = draw_tokens(model, sum(lengths))
+    with torch.no_grad():
+        row = model(input_ids=ids, position_ids=positions(lengths), samples=SampleLayout.of(lengths), use_cache=False)
+        for found, part in zip(row.logits.split(lengths, dim=1), ids.split(lengths, dim=1), strict=True):
+            alone = copy.deepcopy(stock)(input_ids=part, use_cache=False).logits
+            torch.testing.assert_close(found, alone, atol=1e-4, rtol=1e-4)

@@ -109,8 +109,15 @@ def _build_peft_config(
         "fan_in_fan_out": any(isinstance(model.get_submodule(name), Conv1D) for name in linears),
         "target_modules": sorted(modules),
         "target_parameters": sorted(target_parameters) or None,
-        "modules_to_save": sorted({".".join(name.split(".")[-2:]) for name in routers}) or None,
+        "modules_to_save": sorted({_name_for_peft(name, routers, model) for name in routers}) or None,
     }
+
+
+def _name_for_peft(router: str, routers: Collection[str], model: PreTrainedModel) -> str:
+    """Return the end of a router's name by which PEFT finds it, or all of it if the end also names another module."""
+    end = ".".join(router.split(".")[-2:])
+    is_shared = any(name.endswith(end) and name not in routers for name, _ in model.named_modules())
+    return router if is_shared else end
 
 
 def read_adapter(

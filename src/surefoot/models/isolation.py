@@ -114,6 +114,14 @@ def isolate_samples(model: PreTrainedModel, dtype: torch.dtype, *, is_sharded: b
     return Isolation(dict(Counter(type(module).__name__ for module in apart)), missing_kernels)
 
 
+def can_share_prompts(model: PreTrainedModel) -> bool:
+    """Return whether completions in a row may continue one copy of their prompt.
+
+    Attention must know such rows, and the prompt's keys must not depend on the longest position of its completion.
+    """
+    return has_packed_attention(model) and not _find_rotary(decoder_of(model))
+
+
 def isolate_without_values(model: PreTrainedModel, *, has_own_attention: bool) -> None:
     """Run the parts once per sample that `isolate_samples` usually finds. Tensors need no storage.
 

@@ -35,14 +35,15 @@ class CallShapes:
 
     @classmethod
     def of_position_embedding(cls) -> "CallShapes":
-        """Return those of transformers' RoPE modules: (x, position_ids) -> (cos, sin), by position or by name."""
+        """Return those of transformers' RoPE modules, by position or by name: (x, position_ids) -> (cos, sin), or one
+        complex tensor (DeepSeek V2, Llama 4)."""
         arguments: dict[Path, tuple[int, ...]] = {
             (SequenceKey(0), SequenceKey(0)): (-2,),
             (SequenceKey(0), SequenceKey(1)): (-1,),
             (SequenceKey(1), MappingKey("x")): (-2,),
             (SequenceKey(1), MappingKey("position_ids")): (-1,),
         }
-        return cls(arguments, {(SequenceKey(0),): (-2,), (SequenceKey(1),): (-2,)})
+        return cls(arguments, {(): (-2,), (SequenceKey(0),): (-2,), (SequenceKey(1),): (-2,)})
 
     def observe(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, num_tokens: int) -> None:
         """Add the dimensions of a call with this number of tokens, which no other dimension has."""

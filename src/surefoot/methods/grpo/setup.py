@@ -37,9 +37,9 @@ from surefoot.methods.grpo.rollout_source import RolloutSource
 from surefoot.methods.grpo.settings import GrpoConfig, grpo_settings
 from surefoot.methods.grpo.types import Engine, Request, Sampling
 from surefoot.methods.training_data import HEARTBEAT_EVERY_S
-from surefoot.models.attention import has_packed_attention
 from surefoot.models.expert_layouts import experts_of, is_fused_experts
 from surefoot.models.generate import end_tokens
+from surefoot.models.isolation import can_share_prompts
 from surefoot.models.lora import find_targets, lora_settings, perturbed_lora
 from surefoot.models.pretrained import meta_model
 from surefoot.models.resolve_model import longest_context
@@ -237,7 +237,7 @@ def build_rollout_source(
         sampling,
         longest_context=longest_context(text.to_dict()),
         # On CUDA, the attention kernel for packed samples does not support shared prompts.
-        share_prompts=train_context.device == torch.device("cpu") and has_packed_attention(train_context.model),
+        share_prompts=train_context.device == torch.device("cpu") and can_share_prompts(train_context.model),
     )
 
 
