@@ -97,9 +97,9 @@ def test_states_and_weights_of_two_types_train(
     assert losses[1] < losses[0]
 
 
-@pytest.mark.parametrize("name", ["falcon_h1", "hrm_text", "kimi_linear", "olmo_hybrid", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["falcon_h1", "hrm_text", "hy_v4", "kimi_linear", "olmo_hybrid", "qwen3_moe"])
 def test_two_ranks_begin_with_the_weights_and_buffers_of_one(name: str, tmp_path: Path) -> None:
-    """Weights that the loader joins, splits or permutes, and a buffer that is computed where a class is defined."""
+    """Weights that the loader joins, splits or permutes, a computed buffer, an initialiser that fails on parts."""
     tiny_model(name).save_pretrained(tmp_path / "model")
     run_program(Path(__file__).with_name("loaded_ranks.py"), tmp_path / "model", "full", 3, 1, tmp_path / "out")
     found = load_file(tmp_path / "out")

@@ -45,7 +45,13 @@ from surefoot.models.quantization.store_on_load import StoreOnLoad
 from surefoot.models.routing import KeptChoices, RoutingRecorder, router_names
 from surefoot.models.sample_layout import accept_samples, keep_layout_on_recompute
 from surefoot.models.sample_masks import LAYER_KINDS
-from surefoot.models.weight_loading import computing_on, laid_out_like, parts_stay_in_host_memory, streamed
+from surefoot.models.weight_loading import (
+    computing_on,
+    laid_out_like,
+    leave_what_was_read,
+    parts_stay_in_host_memory,
+    streamed,
+)
 
 __all__ = [
     "BuiltModel",
@@ -307,7 +313,7 @@ def _load_weights(
         options["distributed_config"] = DistributedConfig()
     if weight_format is not FLOAT:
         options["quantization_config"] = StoreOnLoad(weight_format)
-    with quiet_transformers(), weight_errors(folder):
+    with quiet_transformers(), weight_errors(folder), leave_what_was_read():
         # One GPU reads ahead in threads: that is faster, and its host memory holds only tensors in transit.
         is_streamed = device.type == "cpu" or is_sharded or find_quantization(folder / "config.json") is not None
         model, info = (streamed(cls, folder, dtype) if is_streamed else cls).from_pretrained(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from transformers import PreTrainedModel, core_model_loading, modeling_utils
@@ -126,6 +126,24 @@ def _convert_whole_tensors() -> Iterator[None]:
     finally:
         DtensorShardOperation.shard_tensor = cut
         core_model_loading.set_param_for_module = place
+
+
+@contextmanager
+def leave_what_was_read() -> Iterator[None]:
+    """Initialise no module whose parameters were all read, unless it has buffers, which may be computed there.
+
+    transformers up to 5.23 runs every initialiser and keeps it from writing. Hy-V4's fails on a part of a parameter.
+    """
+    original = PreTrainedModel._initialize_weights
+
+    def initialise(self: PreTrainedModel, module: nn.Module, is_custom_code: bool = False) -> None:
+        original(self, module, is_custom_code or next(module.buffers(), None) is None)
+
+    PreTrainedModel._initialize_weights = initialise
+    try:
+        yield
+    finally:
+        PreTrainedModel._initialize_weights = original
 
 
 @contextmanager
