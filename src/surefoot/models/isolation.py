@@ -123,7 +123,7 @@ def can_share_prompts(model: PreTrainedModel) -> bool:
 
 
 def isolate_without_values(model: PreTrainedModel, *, has_own_attention: bool) -> None:
-    """Run the parts once per sample that `isolate_samples` usually finds. Tensors need no storage.
+    """Run the parts once per sample that `isolate_samples` usually finds, but for those of Llama 4. For fake tensors.
 
     They are the parts that convolve tokens, as recurrent layers do, and, with the model's own attention, those that get
     a mask of the whole row, unless they share states with other layers. Position embeddings whose frequencies depend on
@@ -319,7 +319,7 @@ def _parts_to_probe(model: PreTrainedModel, decoder: nn.Module) -> Iterator[tupl
 
 
 class _RowNumbering(TorchFunctionMode):
-    """Counts the calls that number all tokens of the row, as a part does that makes its own positions.
+    """Counts the calls of `torch.arange` over all tokens of the row, by which a part makes its own positions.
 
     They are not the positions in a sample, which may show only after thousands of tokens: Llama 4 scales the queries
     of some layers by them from position 8,192 on.
@@ -332,7 +332,8 @@ class _RowNumbering(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        self.count += func is torch.arange and len(output) == self._num_tokens
+        if func is torch.arange and len(output) == self._num_tokens:
+            self.count += 1
         return output
 
 
