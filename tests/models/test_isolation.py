@@ -89,6 +89,21 @@ def test_a_row_may_be_longer_than_the_longest_sample_of_a_model(name: str) -> No
     torch.testing.assert_close(packed, wanted, atol=2e-5 * float(wanted.abs().max()), rtol=0)
 
 
+@pytest.mark.parametrize("name", ["bloom", "falcon+alibi"])
+def test_alibi_counts_from_the_first_token_of_a_sample(name: str) -> None:
+    """In bfloat16 a term of position 3,000 is rounded to a multiple of 16, and would be another than in the sample."""
+    model, _ = prepare(name, torch.bfloat16)
+    alone = tiny_model(name).to(torch.bfloat16).eval()
+    lengths = [3000, 60]
+    ids = draw_tokens(model, sum(lengths))
+    with torch.no_grad():
+        packed = model(
+            input_ids=ids, position_ids=positions(lengths), samples=SampleLayout.of(lengths), use_cache=False
+        ).logits[:, lengths[0] :]
+        wanted = alone(input_ids=ids[:, lengths[0] :], use_cache=False).logits
+    assert (packed - wanted).norm() <= 0.01 * wanted.norm()
+
+
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "lfm2", "jamba"])
 def test_layers_that_mix_are_found_in_low_precision(name: str) -> None:
     in_full, in_half = prepare(name)[1], prepare(name, torch.bfloat16)[1]

@@ -20,6 +20,11 @@ from surefoot.models.sample_masks import SampleMask
 KERNEL_ARGUMENTS = ("cu_seq_lens_q", "seq_idx")
 """Arguments by which kernels know where samples end; a layer that runs once per sample does not need them."""
 
+ALIBI = "alibi"
+COUNTED_FROM_THE_FIRST = (MappingKey(ALIBI), MappingKey("attention_mask"))
+"""Arguments of a layer with ALiBi whose values are counted, and rounded, from the first token of the row on: BLOOM's
+terms, Falcon's terms and the mask that holds them. A sample is given those of as many first tokens."""
+
 Path = tuple[Any, ...]
 
 
@@ -53,6 +58,8 @@ class CallShapes:
     def slice_arguments(self, args: Any, kwargs: dict[str, Any], samples: SampleLayout, sample: int) -> tuple[Any, Any]:
         """Return the arguments for a sample, which reads its tokens after those of the sample that it continues."""
         spans, num_tokens = samples.spans_read[sample], samples.num_tokens
+        count = sum(span.stop - span.start for span in spans)
+        has_alibi = kwargs.get(ALIBI) is not None
 
         def cut(path: Path, leaf: Any) -> Any:
             if isinstance(leaf, SampleValues):
@@ -62,7 +69,8 @@ class CallShapes:
             if not isinstance(leaf, Tensor) or leaf.dim() == 0:
                 return leaf
             for dim in self.arguments[path] if path in self.arguments else _usual_token_dims(leaf, num_tokens, path):
-                leaf = _take(leaf, dim, spans)
+                counts = has_alibi and path[-1] in COUNTED_FROM_THE_FIRST
+                leaf = _take(leaf, dim, [slice(0, count)] if counts else spans)
             return leaf
 
         others = {name: value for name, value in kwargs.items() if name not in KERNEL_ARGUMENTS}
