@@ -64,11 +64,15 @@ class StoppedOnFinding(SurefootError):
 
 
 def one_line(error: BaseException) -> str:
-    """Return the type and message of another library's exception on one line, without advice that fits only there."""
+    """Return the type and message of another library's exception on one line, without its full stop.
+
+    Advice that fits only there is left out.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(line for line in lines if "trust_remote_code" not in line)
     if len(text) > MOST_CHARACTERS:  # what was wrong with a list of names is at its end
         text = f"{text[: MOST_CHARACTERS // 2]} ... {text[-MOST_CHARACTERS // 2 :]}"
+    text = text.removesuffix(".")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

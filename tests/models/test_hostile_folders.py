@@ -88,7 +88,7 @@ def test_a_config_json_that_is_no_object_is_refused(folder: Path, content: bytes
 
 def test_a_model_larger_than_its_files_takes_no_memory(folder: Path) -> None:
     change(folder / "config.json", hidden_size=2**20, head_dim=2**18)
-    with pytest.raises(ModelError, match=r"config\.json .* \d+ parameters.* \d+\."):
+    with pytest.raises(ModelError, match="of another shape"):
         build(folder)
 
 

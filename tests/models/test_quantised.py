@@ -55,7 +55,7 @@ def test_quantised_weights_without_their_settings_are_named(
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="quantization_config"):
         build_model(folder, lora=LORA, device=CPU, dtype=torch.float32)
-    with pytest.raises(ValueError, match="quantization_config"):  # the doctor's checks
+    with pytest.raises(ModelError, match="quantization_config"):  # the doctor's checks
         weights_of(folder)
 
 

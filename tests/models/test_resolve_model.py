@@ -43,9 +43,9 @@ def test_broken_weights_are_no_traceback(tmp_path: Path, model_folder: Callable[
 
     shutil.copytree(model_folder("llama"), tmp_path / "m")
     os.truncate(tmp_path / "m" / "model.safetensors", 1000)
-    with pytest.raises(ModelError, match=r"/m/model\.safetensors: .*weights"):
+    with pytest.raises(ModelError, match=r"/m/model\.safetensors .*safetensors"):
         build_model(tmp_path / "m", lora=None, device=torch.device("cpu"), dtype=torch.float32)
-    with pytest.raises(ModelError, match=r"/m/model\.safetensors: .*weights"):
+    with pytest.raises(ModelError, match=r"/m/model\.safetensors .*safetensors"):
         upcycle(str(tmp_path / "m"), tmp_path / "moe")
     assert not (tmp_path / "moe").exists()
 
@@ -113,5 +113,5 @@ def test_an_unknown_architecture_and_a_missing_tokenizer(tmp_path: Path, model_f
 def test_looking_at_data_needs_no_weights(tmp_path: Path, model_folder: Callable[[str], Path]) -> None:
     shutil.copytree(model_folder("llama"), tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     assert resolve_model(str(tmp_path / "model"), weights=False) == tmp_path / "model"
-    with pytest.raises(ModelError, match=r"weights .*\*\.safetensors"):
+    with pytest.raises(ModelError, match=r"weights.* \*\.safetensors"):
         resolve_model(str(tmp_path / "model"))

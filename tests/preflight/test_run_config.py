@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import surefoot
 from surefoot.cli import main
 from surefoot.config import load_config
 from surefoot.diagnostics.preflight.run_config import NAME, refusal
+from surefoot.errors import ModelError
 
 GRPO = {"method": "grpo", "num_generations": 2, "global_batch_size": 4, "reward_funcs": ["exact_match"]}
 Folders = Callable[[str], Path]
@@ -85,6 +87,81 @@ def test_files_that_are_no_folder_or_no_model(settings: dict[str, Any], tmp_path
         (broken / "config.json").write_text(text)
         status, cause = said(settings, model=str(broken))
         assert (status, reason in cause) == ("failed", True), cause
+
+
+def change_config(name: str, value: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, name: value}))
+
+    return change
+
+
+def drop_last_weight(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights.popitem()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def become_an_adapter(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
+
+
+def become_a_run(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / "run.yaml").touch()
+    (folder / "adapter").mkdir()
+
+
+def become_a_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (change_config("num_experts_per_tok", 9), "num_experts_per_tok=9, .* 6 experts"),
+        (change_config("num_experts_per_tok", 0), "num_experts_per_tok=0, .* 6 experts"),
+        (change_config("intermediate_size", 50), "of another shape .*experts"),
+        (change_config("num_hidden_layers", 3), "are missing .*layers.2"),
+        (change_config("num_hidden_layers", 1), "are unknown .*layers.1"),
+        (drop_last_weight, "1 weights are missing"),
+        (become_an_adapter, "adapter of 'some/base'.* init_adapter.* --merge"),
+        (become_a_run, "adapter is .*/adapter "),
+        (become_a_pickle, "pytorch_model.bin is not read"),
+    ],
+)
+def test_a_model_that_training_would_refuse(
+    change: Callable[[Path], None], text: str, settings: dict[str, Any], model_folder: Folders, tmp_path: Path
+) -> None:
+    """The doctor reads the headers of all weights, and says what training would."""
+    model = shutil.copytree(model_folder("mixtral"), tmp_path / "model")
+    change(model)
+    changed = {**settings, "model": str(model), "target_modules": "all"}
+    status, cause = said(changed)
+    assert status == "failed"
+    assert re.search(text, cause), cause
+    with pytest.raises(ModelError, match=re.escape(cause)):
+        surefoot.train(changed, screen=False, max_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"), [(b"", "empty"), (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS")]
+)
+def test_a_damaged_file_is_told_once(
+    content: bytes, text: str, settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = shutil.copytree(settings["model"], tmp_path / "model")
+    (model / "model.safetensors").write_bytes(content)
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps({**settings, "model": str(model)}))
+    assert main(["doctor", str(path), "--json"]) == 3
+    failed = [check for check in json.loads(capsys.readouterr().out)["checks"] if check["status"] == "failed"]
+    assert [check["finding"]["code"] for check in failed] == ["SF718"]
+    assert text in failed[0]["text"]
+    with pytest.raises(ModelError, match=text):
+        surefoot.train({**settings, "model": str(model)}, screen=False, max_steps=1, preflight=False)
 
 
 def test_a_folder_of_another_run_would_be_refused(settings: dict[str, Any]) -> None:

@@ -128,6 +128,8 @@ def test_a_tokenizer_that_is_missing_is_no_matter_of_templates(settings: dict[st
     assert check.finding is not None
     assert check.finding.code == "SF718"
     assert "\n" not in check.text
+    (bare / "config.json").write_text("{}")
+    assert asked("chat template", settings, model=str(bare)).status == "not applicable", "told by the check of the run"
     check = asked("chat template", settings, chat_template=str(tmp_path / "none.jinja"))
     assert check.finding is not None
     assert check.finding.code == "SF740"

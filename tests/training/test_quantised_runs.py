@@ -152,8 +152,9 @@ def test_the_doctor_reports_scales_that_are_missing(
     config.write_text(json.dumps(settings_of(broken, data_file, tmp_path / "run")))
     assert main(["doctor", str(config), "--json"]) == 3
     checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
-    assert checks["model"]["status"] == "failed"
-    assert lost in str(checks["model"])
+    assert checks[NAME]["status"] == "failed"
+    assert lost in str(checks[NAME])
+    assert sum(check["status"] == "failed" for check in checks.values()) == 1
 
 
 def test_a_quantised_dense_model_is_upcycled_in_bfloat16(released: Callable[[str], Path], tmp_path: Path) -> None:

@@ -18,12 +18,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.distributed import DistributedConfig
 from transformers.initialization import no_init_weights
 
 from surefoot.errors import ModelError
 from surefoot.models import attention, experts, vision
-from surefoot.models.checkpoint_weights import CheckpointWeights, check_weights_fill
+from surefoot.models.checkpoint_weights import CheckpointWeights
 from surefoot.models.decoder_layers import class_name, decoder_layers
 from surefoot.models.dtensor_blocks import load_full
 from surefoot.models.fused_norms import fuse_norms
@@ -37,20 +36,17 @@ from surefoot.models.pretrained import (
     meta_model,
     model_class,
     quiet_transformers,
-    weight_errors,
 )
-from surefoot.models.quantization.base import FLOAT, WeightFormat
-from surefoot.models.quantization.released import find_quantization
-from surefoot.models.quantization.store_on_load import StoreOnLoad
+from surefoot.models.quantization.base import FLOAT
 from surefoot.models.routing import KeptChoices, RoutingRecorder, router_names
 from surefoot.models.sample_layout import accept_samples, keep_layout_on_recompute
 from surefoot.models.sample_masks import LAYER_KINDS
 from surefoot.models.weight_loading import (
+    check_weights_fill,
     computing_on,
     laid_out_like,
-    leave_what_was_read,
+    load_weights,
     parts_stay_in_host_memory,
-    streamed,
 )
 
 __all__ = [
@@ -65,14 +61,6 @@ __all__ = [
     "quiet_transformers",
     "trainable_parameters",
 ]
-
-
-ADVICE_ON_WEIGHTS = {
-    "missing": "Filling them with random values would train a broken model; use a complete checkpoint.",
-    "of another shape": "config.json does not belong to these weights, or a file is damaged.",
-    "unknown": "Without them the model would compute something else. Does config.json belong to these weights?",
-}
-"""Advice on weights that do not fit a model, by the kind of problem."""
 
 
 class Sharding(Protocol):
@@ -198,9 +186,16 @@ def build_model(
     if is_offloaded:
         cls = computing_on(cls, device)
     with parts_stay_in_host_memory() if is_offloaded else nullcontext():
-        model = _load_weights(
-            cls, folder, config, stored, reads_to, lora.weight_format if lora else FLOAT, sharding is not None
+        model = load_weights(
+            cls,
+            folder,
+            config,
+            stored,
+            reads_to,
+            lora.weight_format if lora else FLOAT,
+            is_sharded=sharding is not None,
         )
+    experts.plug_in(model)
     if is_offloaded:
         _move_whole_tensors(model, device)
     targets = attached_targets[-1] if lora is not None else None
@@ -297,54 +292,6 @@ def _add_lora_to_class(
         attached_targets.append(attach(self, lora))
 
     return type(stock.__name__, (stock,), {"__init__": construct, "__module__": stock.__module__})
-
-
-def _load_weights(
-    cls: type[PreTrainedModel],
-    folder: Path,
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    weight_format: WeightFormat,
-    is_sharded: bool,
-) -> PreTrainedModel:
-    options: dict[str, Any] = {"device_map": {"": device}} if device.type != "cpu" else {}
-    if is_sharded:  # transformers does not read its values: our subclass lays the model out
-        options["distributed_config"] = DistributedConfig()
-    if weight_format is not FLOAT:
-        options["quantization_config"] = StoreOnLoad(weight_format)
-    with quiet_transformers(), weight_errors(folder), leave_what_was_read():
-        # One GPU reads ahead in threads: that is faster, and its host memory holds only tensors in transit.
-        is_streamed = device.type == "cpu" or is_sharded or find_quantization(folder / "config.json") is not None
-        model, info = (streamed(cls, folder, dtype) if is_streamed else cls).from_pretrained(
-            str(folder),
-            config=config,
-            dtype=dtype,
-            attn_implementation=vision.attention_of(config, attention.implementation_for(cls, config)),
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are named below
-            local_files_only=True,
-            **options,
-        )
-    problems = {
-        "missing": sorted(name for name in info["missing_keys"] if not is_lora(name)),
-        "of another shape": [
-            f"{name} ({tuple(stored)} in the files, {tuple(own)} by config.json"
-            f"{', in the part of this rank' if is_sharded else ''})"
-            for name, stored, own in sorted(info["mismatched_keys"])
-        ],
-        "unknown": sorted(info["unexpected_keys"]),
-    }
-    for kind, names in problems.items():
-        if names:
-            raise ModelError(
-                f"{folder}: {len(names)} weights are {kind} for {cls.__name__}: {', '.join(names[:3])}. "
-                f"{ADVICE_ON_WEIGHTS[kind]}"
-            )
-    experts.plug_in(model)
-    if weight_format is not FLOAT:
-        model.hf_quantizer.remove_quantization_config(model)  # a model that is written has its own types
-    return model
 
 
 def _add_sharding_to_class(

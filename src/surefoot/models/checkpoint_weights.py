@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from surefoot.errors import ModelError
-from surefoot.models.pretrained import meta_model, weight_errors
+from surefoot.models.pretrained import weight_errors
 from surefoot.models.quantization.dequantize import DEQUANTIZERS, Dequantizer
 from surefoot.models.quantization.released import StoredWeight, find_quantization, find_weights
 from surefoot.models.resolve_model import weight_files
@@ -20,8 +20,6 @@ from surefoot.models.safetensors_writer import TYPE_NAMES
 
 TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 """Types of stored tensors by safetensors' names."""
-MOST_MISSING = 2.0
-"""Ratio of a model's elements to those its files hold, above which nothing is allocated."""
 
 
 class DequantizedSlice:
@@ -43,6 +41,26 @@ class DequantizedSlice:
         return part[(slice(None), *others)].contiguous() if others else part
 
 
+class UnreadTensor(Tensor):
+    """A tensor without values, and none elsewhere: transformers moves those of some conversions to host memory."""
+
+    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+        return self.as_subclass(Tensor).to("meta", dtype)
+
+
+class EmptySlice:
+    """A weight without values, with the interface of safetensors' slices."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self._tensor = torch.empty(shape, dtype=dtype, device="meta")
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def __getitem__(self, index: Any) -> UnreadTensor:
+        return self._tensor[index].as_subclass(UnreadTensor)
+
+
 class CheckpointWeights:
     """The weights of a folder. Quantised ones are read in `dtype`, others in the type in which they are stored.
 
@@ -53,14 +71,16 @@ class CheckpointWeights:
         self._dtype = dtype
         self.quantization = find_quantization(folder / "config.json")
         files = weight_files(folder)
+        try:
+            self.weights = find_weights(files, self.quantization)
+        except ValueError as error:
+            raise ModelError(f"{error}. Fetch the file again.") from error
         stored: dict[str, Any] = {}
         for path in files:
             with weight_errors(path):
                 pointer: Any = safe_open(path, framework="pt", backend="pread")
                 names: list[str] = pointer.keys()
                 stored |= {name: pointer.get_slice(name) for name in names}
-        with weight_errors(folder):
-            self.weights = find_weights(files, self.quantization)
         dequantizer = DEQUANTIZERS[self.quantization.method](self.quantization) if self.quantization else None
         self.slices: dict[str, Any] = {}
         """A lazy slice of each weight, by name."""
@@ -78,29 +98,11 @@ class CheckpointWeights:
         weight = self.weights[name]
         return self._dtype if weight.is_quantised else TYPES[weight.parts[""].dtype]
 
+    def slices_without_values(self) -> dict[str, EmptySlice]:
+        """Return the shape and type of each weight as a slice that reads nothing, by name."""
+        return {name: EmptySlice(weight.shape, self.get_dtype(name)) for name, weight in self.weights.items()}
+
     def read(self, name: str) -> Tensor:
         """Read a weight."""
         tensor: Tensor = self.slices[name][...]
         return tensor
-
-    def count_elements(self) -> int:
-        return sum(torch.Size(weight.shape).numel() for weight in self.weights.values())
-
-
-def check_weights_fill(folder: Path) -> None:
-    """Raise ModelError, before memory is allocated, for files that are not exactly the weights of config.json's model.
-
-    They may be far too few, or include an adapter, which transformers would load, too.
-    """
-    if (folder / "adapter_config.json").is_file():
-        raise ModelError(
-            f"{folder} holds an adapter (adapter_config.json) beside a model's config.json, and transformers would "
-            "load both as one. Give the folder of the base model, and the adapter as init_adapter or --adapter."
-        )
-    described = sum(parameter.numel() for parameter in meta_model(folder).parameters())
-    stored = CheckpointWeights(folder).count_elements()
-    if described > MOST_MISSING * stored:
-        raise ModelError(
-            f"{folder}: config.json describes a model of {described} parameters, and the weight files hold {stored}. "
-            "Is the folder complete, its config.json its own?"
-        )

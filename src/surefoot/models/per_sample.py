@@ -21,7 +21,7 @@ KERNEL_ARGUMENTS = ("cu_seq_lens_q", "seq_idx")
 """Arguments by which kernels know where samples end; a layer that runs once per sample does not need them."""
 
 ALIBI = "alibi"
-COUNTED_FROM_THE_FIRST = (MappingKey(ALIBI), MappingKey("attention_mask"))
+COUNTED_FROM_THE_FIRST: tuple[Any, ...] = (MappingKey(ALIBI), MappingKey("attention_mask"))
 """Arguments of a layer with ALiBi whose values are counted, and rounded, from the first token of the row on: BLOOM's
 terms, Falcon's terms and the mask that holds them. A sample is given those of as many first tokens."""
 

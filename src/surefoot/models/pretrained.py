@@ -38,6 +38,10 @@ MOST_LAYERS, MOST_EXPERTS, MOST_SIZE = 1000, 100_000, 2**31 - 1
 """Upper bounds of numbers in config.json: creating more modules would take minutes, or overflow."""
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Numbers of a config that every decoder has, and that are 1 or more."""
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names of the number of experts of a layer; 0 or null in dense models."""
+NUM_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
+"""Names of the number of experts that a token goes to."""
 NOT_TRAINED = {"paligemma": "its whole prompt attends in both directions, which a packed row of chats does not tell it"}
 """Model types that transformers has and whose samples would be computed otherwise than by transformers."""
 BAD_CONFIG = (
@@ -79,6 +83,7 @@ def load_config(folder: Path) -> PreTrainedConfig:
         value = getattr(text, name, 1)
         if type(value) is not int or value < 1:
             raise ModelError(f"{path}: {name}={shorten(value)}; a whole number above 0 is needed. Correct it.")
+    _check_choice_of_experts(path, text)
     if find_quantization(path) is not None:
         config.dtype = torch.bfloat16
     for part in (config, text):
@@ -127,6 +132,18 @@ def _check_numbers(path: Path, content: Mapping[str, Any]) -> None:
                 raise ModelError(
                     f"{path}: {prefix}{name}={shorten(value)}; a number from 0 to 1 is needed. Correct it."
                 )
+
+
+def _check_choice_of_experts(path: Path, text: PreTrainedConfig) -> None:
+    """Raise ModelError for a number of experts per token that a layer does not have, or 0, which trains none."""
+    num_experts = next((value for name in NUM_EXPERTS if type(value := getattr(text, name, None)) is int), 0)
+    for name in NUM_CHOSEN:
+        value = getattr(text, name, None)
+        if num_experts and type(value) is int and not 1 <= value <= num_experts:
+            raise ModelError(
+                f"{path}: {name}={value}, and each layer has {num_experts} experts; a number from 1 to {num_experts} "
+                "is needed. Correct it."
+            )
 
 
 def _get_upper_bound(name: str) -> float:

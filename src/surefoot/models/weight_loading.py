@@ -1,4 +1,4 @@
-"""Changes to transformers' loader that read a checkpoint tensor by tensor, each rank its part, to its final device."""
+"""Loading of a model's weights by transformers' loader, changed to read them tensor by tensor, each rank its part."""
 
 import ctypes
 import os
@@ -11,20 +11,106 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from transformers import PreTrainedModel, core_model_loading, modeling_utils
+from transformers import PreTrainedConfig, PreTrainedModel, core_model_loading, modeling_utils
 from transformers.core_model_loading import Transpose
+from transformers.distributed import DistributedConfig
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
+from surefoot.errors import ModelError
+from surefoot.models import attention, vision
 from surefoot.models.checkpoint_weights import CheckpointWeights
+from surefoot.models.lora import is_lora
+from surefoot.models.pretrained import load_config, meta_model, model_class, quiet_transformers, weight_errors
+from surefoot.models.quantization.base import FLOAT, WeightFormat
+from surefoot.models.quantization.released import find_quantization
+from surefoot.models.quantization.store_on_load import StoreOnLoad
 
+ADVICE_ON_WEIGHTS = {
+    "missing": "Filling them with random values would train a broken model; use a complete checkpoint.",
+    "of another shape": "config.json does not belong to these weights, or a file is damaged.",
+    "unknown": "Without them the model would compute something else. Does config.json belong to these weights?",
+}
+"""Advice on weights that do not fit a model, by the kind of problem."""
 GLIBC_MOST_BYTES = 1 << 25
 """Upper bound of glibc's own tuning of the threshold for large allocations."""
 
 
-def streamed(cls: type[PreTrainedModel], folder: Path, dtype: torch.dtype) -> type[PreTrainedModel]:
+def check_weights_fill(folder: Path) -> None:
+    """Raise ModelError for files that are not exactly the weights of config.json's model. Reads headers only.
+
+    A folder may also hold an adapter, which transformers would load, too.
+    """
+    if (folder / "adapter_config.json").is_file():
+        raise ModelError(
+            f"{folder} holds an adapter (adapter_config.json) beside a model's config.json, and transformers would "
+            "load both as one. Give the folder of the base model, and the adapter as init_adapter or --adapter."
+        )
+    meta_model(folder)  # names what is wrong with the config alone
+    config = load_config(folder)
+    load_weights(model_class(folder, config), folder, config, torch.bfloat16, torch.device("meta"))
+
+
+def load_weights(
+    cls: type[PreTrainedModel],
+    folder: Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    weight_format: WeightFormat = FLOAT,
+    *,
+    is_sharded: bool = False,
+) -> PreTrainedModel:
+    """Return a model with the weights of a folder, in full or as this rank's part of it.
+
+    On the meta device nothing but the headers of the files is read.
+    Raises: ModelError for weights that do not fill the model exactly.
+    """
+    options: dict[str, Any] = {"device_map": {"": device}} if device.type != "cpu" else {}
+    if is_sharded:  # transformers does not read its values: our subclass lays the model out
+        options["distributed_config"] = DistributedConfig()
+    if weight_format is not FLOAT:
+        options["quantization_config"] = StoreOnLoad(weight_format)
+    with quiet_transformers(), weight_errors(folder), leave_what_was_read():
+        # One GPU reads ahead in threads: that is faster, and its host memory holds only tensors in transit.
+        is_streamed = (
+            device.type in ("cpu", "meta") or is_sharded or find_quantization(folder / "config.json") is not None
+        )
+        model, info = (_streamed(cls, folder, dtype, device) if is_streamed else cls).from_pretrained(
+            str(folder),
+            config=config,
+            dtype=dtype,
+            attn_implementation=vision.attention_of(config, attention.implementation_for(cls, config)),
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are named below
+            local_files_only=True,
+            **options,
+        )
+    problems = {
+        "missing": sorted(name for name in info["missing_keys"] if not is_lora(name)),
+        "of another shape": [
+            f"{name} ({tuple(stored)} in the files, {tuple(own)} by config.json"
+            f"{', in the part of this rank' if is_sharded else ''})"
+            for name, stored, own in sorted(info["mismatched_keys"])
+        ],
+        "unknown": sorted(info["unexpected_keys"]),
+    }
+    for kind, names in problems.items():
+        if names:
+            raise ModelError(
+                f"{folder}: {len(names)} weights are {kind} for {cls.__name__}: {', '.join(names[:3])}. "
+                f"{ADVICE_ON_WEIGHTS[kind]}"
+            )
+    if weight_format is not FLOAT:
+        model.hf_quantizer.remove_quantization_config(model)  # a model that is written has its own types
+    return model
+
+
+def _streamed(
+    cls: type[PreTrainedModel], folder: Path, dtype: torch.dtype, device: torch.device
+) -> type[PreTrainedModel]:
     """Return a subclass whose weights are read tensor by tensor as they are placed, so that at most one is held twice.
 
-    Quantised weights of `folder` are read back to `dtype`.
+    Quantised weights of `folder` are read back to `dtype`. For the meta device nothing is read.
 
     transformers' own way maps the files into memory, which counts as every rank's, and reads ahead in threads without
     limit. With 4 ranks on one machine that held 2.1 times the checkpoint's bytes; this holds 1.06 times.
@@ -32,7 +118,8 @@ def streamed(cls: type[PreTrainedModel], folder: Path, dtype: torch.dtype) -> ty
 
     def load(model: PreTrainedModel, state_dict: Any, files: list[str] | None, *rest: Any) -> Any:
         if files and all(file.endswith(".safetensors") for file in files):
-            state_dict = CheckpointWeights(folder, dtype).slices
+            weights = CheckpointWeights(folder, dtype)
+            state_dict = weights.slices if device.type != "meta" else weights.slices_without_values()
         with _load_one_tensor_at_a_time(), _detect_layout_from_part(), _convert_whole_tensors():
             return cls._load_pretrained_model(model, state_dict, files, *rest)
 

@@ -22,7 +22,6 @@ from surefoot.models.adapter import (
 )
 from surefoot.models.attention import own_implementation
 from surefoot.models.build import build_model, load_tokenizer, meta_model, trainable_parameters
-from surefoot.models.checkpoint_weights import check_weights_fill
 from surefoot.models.dtensor_blocks import load_full
 from surefoot.models.export import in_layers, merge_adapter, name_ends, untrained_names, write_model
 from surefoot.models.generate import end_tokens
@@ -31,6 +30,7 @@ from surefoot.models.quantization.released import find_quantization
 from surefoot.models.resolve_model import folder_here, local_path, resolve_model
 from surefoot.models.stored_layout import StoredLayout
 from surefoot.models.vision import attention_of
+from surefoot.models.weight_loading import check_weights_fill
 from surefoot.system.atomic_io import new_folder
 from surefoot.system.json_files import DamagedFile
 from surefoot.training.checkpoint import checkpoint_folder, list_checkpoints, read_state, step_of, verify

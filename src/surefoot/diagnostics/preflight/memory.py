@@ -11,6 +11,7 @@ from surefoot.config import RunConfig
 from surefoot.diagnostics.preflight.check import CheckContext, NotApplicable, Result, fail, ok
 from surefoot.diagnostics.preflight.gpus import select_gpus
 from surefoot.diagnostics.preflight.model_size import Weights, weights_of
+from surefoot.errors import ModelError
 from surefoot.models.resolve_model import folder_here, may_be_fetched
 
 GIB = 1 << 30
@@ -27,11 +28,11 @@ PLAN_IT = (
 
 
 def read_weights(run: RunConfig) -> Weights | None:
-    """Return the model's weights, or None if they are not here or damaged, which `check_model` reports."""
+    """Return the model's weights, or None if they are not here or cannot be read, which `check_model` reports."""
     folder = folder_here(run.model)
     try:
         return weights_of(folder) if folder is not None else None
-    except ValueError:
+    except (ValueError, ModelError):
         return None
 
 
@@ -61,11 +62,13 @@ def check_model(context: CheckContext) -> Result:
         return fail("SF718", f"{run.model}: no such folder", is_fatal=True, fix=fix, where=where)
     if folder is None:
         raise NotApplicable(f"{run.model} is not here yet: the run fetches it when it starts")
+    is_fatal = Path(run.model).is_dir()  # a cached model may be fetched again in another version
     try:
         weights = weights_of(folder)
     except ValueError as error:
-        is_fatal = Path(run.model).is_dir()  # a cached model may be fetched again in another version
         return fail("SF718", str(error), is_fatal=is_fatal, where=where)
+    except ModelError as error:
+        raise NotApplicable("the model would be refused") from error
     if weights is None:
         raise NotApplicable(f"no safetensors files in {run.model}")
     stored = f" in {weights.quantization}, which is read as a float type" if weights.quantization else ""

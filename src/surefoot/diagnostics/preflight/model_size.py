@@ -5,7 +5,6 @@ from functools import lru_cache
 from math import prod
 from pathlib import Path
 
-from surefoot.errors import ModelError
 from surefoot.models.quantization.released import find_quantization, find_weights
 from surefoot.models.resolve_model import weight_files
 
@@ -39,7 +38,7 @@ def pinned_bytes(size_bytes: int) -> int:
 def weights_of(folder: Path) -> Weights | None:
     """Return the weights of a folder, or None if it has no safetensors files.
 
-    Raises: ValueError naming a file that is incomplete, or a quantised tensor that cannot be read.
+    Raises: ValueError naming a file that is incomplete. ModelError for quantised weights that cannot be read.
     """
     files = weight_files(folder)
     stamps = []
@@ -49,10 +48,7 @@ def weights_of(folder: Path) -> Weights | None:
         except OSError as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
         stamps.append((path, stat.st_size, stat.st_mtime_ns))
-    try:
-        return _read_weights(tuple(stamps)) if files else None
-    except ModelError as error:
-        raise ValueError(str(error)) from error
+    return _read_weights(tuple(stamps)) if files else None
 
 
 @lru_cache(maxsize=4)

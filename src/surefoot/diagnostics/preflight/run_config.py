@@ -7,7 +7,8 @@ from surefoot.config import LoadedConfig, vllm_settings
 from surefoot.config.resolve import resolve
 from surefoot.data.build_dataset import open_images
 from surefoot.data.sources import find_sources, is_of_hub
-from surefoot.diagnostics.preflight.check import Check, Result, fail, ok, run_check
+from surefoot.diagnostics.preflight.check import Check, NotApplicable, Result, fail, ok, run_check
+from surefoot.diagnostics.preflight.model_size import weights_of
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.errors import ConfigError, SurefootError
 from surefoot.methods.registry import method_of
@@ -15,6 +16,7 @@ from surefoot.models.adapter import check_kind, load_adapter_files
 from surefoot.models.build import load_config, load_tokenizer, meta_model
 from surefoot.models.lora import checked_targets, lora_settings
 from surefoot.models.resolve_model import folder_here, resolve_model
+from surefoot.models.weight_loading import check_weights_fill
 from surefoot.training.expert_parallel import check_experts
 from surefoot.training.run_dir import check_folder, check_named_checkpoint, check_resume
 from surefoot.training.train_setup import check_router_biases, check_trained_routers
@@ -45,13 +47,16 @@ def _check_run(loaded: LoadedConfig) -> Result:
             check_router_biases(loaded, base)
             open_images(loaded, base, model, load_tokenizer(base, run.chat_template))
             lora = lora_settings(loaded.run)
-            skeleton = meta_model(base)
             if lora is not None:
-                checked_targets(skeleton, lora)
+                checked_targets(meta_model(base), lora)
+            if weights_of(base) is not None:
+                check_weights_fill(base)
         _check_named_files(loaded)
+    except ValueError as error:  # `check_model` reports a damaged file
+        raise NotApplicable(str(error)) from error
     except (SurefootError, OSError) as error:
         return fail("SF743", str(error), is_fatal=True)
-    return ok("it would start, as far as its config and files show without weights and data")
+    return ok("it would start, as far as its config, its files and the shapes of its weights show")
 
 
 def _check_named_files(loaded: LoadedConfig) -> None:

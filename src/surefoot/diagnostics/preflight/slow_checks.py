@@ -106,7 +106,12 @@ def check_chat_template(context: CheckContext) -> Result:
         raise NotApplicable(f"{run.model} is not here yet")
     from surefoot.data.conversation import BadRow, Conversation, Message
     from surefoot.diagnostics.preflight.dataset_sample import load_run_tokenizer, open_template
+    from surefoot.models.pretrained import load_config
 
+    try:
+        load_config(folder)
+    except SurefootError as error:
+        raise NotApplicable("the model would be refused") from error
     try:
         tokenizer = load_run_tokenizer(run, folder)
     except SurefootError as error:
