@@ -44,7 +44,7 @@ class DequantizedSlice:
 class UnreadTensor(Tensor):
     """A tensor without values, and none elsewhere: transformers moves those of some conversions to host memory."""
 
-    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+    def to(self, device: Any = None, dtype: Any = None) -> Tensor:  # type: ignore[override]  # noqa: ARG002
         return self.as_subclass(Tensor).to("meta", dtype)
 
 
