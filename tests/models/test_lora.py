@@ -30,6 +30,7 @@ from surefoot.models.build import build_model, trainable_parameters
 from surefoot.models.generate import generating
 from surefoot.models.lora import (
     LoraSettings,
+    adaptable_names,
     attach,
     find_targets,
     initial_value,
@@ -205,6 +206,14 @@ def test_groups_of_models_with_other_names(
         if count:
             matched = find_targets(model, [group])
             assert len(matched.linears) + len(matched.experts) == count
+
+
+def test_the_choice_of_tokens_has_no_gradient_and_is_in_no_group() -> None:
+    model = tiny_model("minimax_m3_vl_text")
+    chosen = find_targets(model, ["all"]).linears
+    assert any("self_attn.q_proj" in name for name in chosen)
+    assert "model.layers.1.self_attn.indexer.q_proj" in adaptable_names(model)
+    assert not any("indexer" in name for name in chosen)
 
 
 def test_layers_whose_weights_kernels_read_are_in_no_group() -> None:

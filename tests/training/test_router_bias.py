@@ -69,9 +69,16 @@ def test_routers_of_a_vision_tower_are_not_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "frozen"), [("ernie4_5_moe", "e_score_correction_bias"), ("roformer", "embed_positions")]
+    ("name", "frozen"),
+    [
+        ("ernie4_5_moe", "e_score_correction_bias"),
+        ("roformer", "embed_positions"),
+        ("deepseek_v32", ".indexer."),
+        ("deepseek_v4", ".indexer."),
+        ("minimax_m3_vl_text", ".indexer."),
+    ],
 )
-def test_full_fine_tuning_leaves_what_transformers_freezes(name: str, frozen: str, tmp_path: Path) -> None:
+def test_full_fine_tuning_leaves_what_gets_no_gradient(name: str, frozen: str, tmp_path: Path) -> None:
     """Decay of weights would change it, though no gradient reaches it."""
     tiny_model(name).save_pretrained(tmp_path)
     model = build_model(tmp_path, lora=None, device=torch.device("cpu"), dtype=torch.float32).model

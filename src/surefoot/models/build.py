@@ -23,7 +23,7 @@ from transformers.initialization import no_init_weights
 from surefoot.errors import ModelError
 from surefoot.models import attention, experts, vision
 from surefoot.models.checkpoint_weights import CheckpointWeights
-from surefoot.models.decoder_layers import class_name, decoder_layers
+from surefoot.models.decoder_layers import class_name, decoder_layers, indexer_names
 from surefoot.models.dtensor_blocks import load_full
 from surefoot.models.fused_norms import fuse_norms
 from surefoot.models.isolation import Isolation, isolate_samples, isolate_without_values
@@ -339,10 +339,14 @@ def _names_frozen(model: PreTrainedModel, *, freeze_vision: bool) -> set[str]:
     """Return the names of the parameters that full fine-tuning leaves as they are. The model may need no storage.
 
     They read audio or, with `freeze_vision`, images; or their class freezes them, such as the correction biases of the
-    routers of ERNIE 4.5, and the loader forgets it.
+    routers of ERNIE 4.5, and the loader forgets it; or they are of an indexer, where weight decay alone would change
+    them.
     """
     beside_text = vision.vision_names(model) if freeze_vision else vision.audio_names(model)
-    return beside_text | {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    indexers = tuple(f"{name}." for name in indexer_names(model))
+    return beside_text | {
+        name for name, parameter in model.named_parameters() if not parameter.requires_grad or name.startswith(indexers)
+    }
 
 
 def _freeze(model: PreTrainedModel, names: Container[str]) -> None:

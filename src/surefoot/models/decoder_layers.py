@@ -33,3 +33,11 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
             return max(lists, key=len)
         level = children
     return nn.ModuleList()
+
+
+def indexer_names(model: PreTrainedModel) -> list[str]:
+    """Return the names of the parts of sparse attention that choose which tokens a token attends to.
+
+    A choice has no gradient, so nothing in them is trained by the loss of the model.
+    """
+    return [name for name, module in model.named_modules() if type(module).__name__.endswith("Indexer")]

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from surefoot.config import RunConfig
 from surefoot.errors import ModelError
-from surefoot.models.decoder_layers import decoder_of
+from surefoot.models.decoder_layers import decoder_of, indexer_names
 from surefoot.models.dtensor_blocks import block_of
 from surefoot.models.expert_layouts import WITHOUT_STACKS, Stack, expert_stacks
 from surefoot.models.lora_linear import ADAPTED_CLASSES, adopt, can_adopt, create_parameter, is_plain
@@ -165,7 +165,9 @@ def _collect_groups(model: PreTrainedModel) -> dict[str, list[str]]:
         if isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear)
     ]
     prefix = _decoder_prefix(model)
-    linears = _linear_names(model) - {*groups["vision"], *groups["router"]}
+    untrained = tuple(f"{name}." for name in indexer_names(model))
+    linears = {name for name in _linear_names(model) if not name.startswith(untrained)}
+    linears -= {*groups["vision"], *groups["router"]}
     for name, module in model.named_modules():
         if name in linears and name.startswith(prefix) and (group := _group_of(name, module)) is not None:
             groups[group].append(name)

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from surefoot.errors import ModelError
+from surefoot.models.decoder_layers import indexer_names
 from surefoot.models.expert_layouts import WITHOUT_STACKS
 from surefoot.models.sample_layout import KeptLayout
 from surefoot.models.vision import vision_parts
@@ -253,7 +254,7 @@ class KeptChoices:
         """Whether each router has returned its own choice."""
         self._blocks: dict[nn.Module, list[nn.Module]] = {}
         """The routers in each block."""
-        self._indexers = [module for module in model.modules() if type(module).__name__.endswith("Indexer")]
+        self._indexers = [model.get_submodule(name) for name in indexer_names(model)]
         """Parts of sparse attention that choose tokens."""
         for name in router_names(model):
             router = model.get_submodule(name)
