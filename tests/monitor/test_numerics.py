@@ -79,13 +79,99 @@ def test_a_loss_that_jumps_and_stays_is_found_once_with_its_step() -> None:
         falling(100),
         [*falling(60), 9.0, 9.0, 9.0, 9.0, *falling(100)[64:]],  # four steps, and back
         [*falling(60), 2.9, 3.0, 2.9, 3.0, 3.0, 2.9],  # a little higher
-        [0.001] * 60 + [0.01] * 7,  # ten times nothing
+        [0.0009] * 60 + [0.009] * 7,  # ten times nothing
         [math.nan] * 67,  # a trainer that has logged none
         falling(20) + [9.0] * 10,  # too early to know what is usual
     ],
 )
 def test_what_is_no_jump(losses: list[float]) -> None:
     assert found(losses, (NORMS + [9.0] * 40)[: len(losses)]) == []
+
+
+@pytest.mark.parametrize(
+    ("losses", "norms", "step"),
+    [
+        ([3.4, 61.0, 40.0, 12.0, 6.0, 4.5], [1.0, 90.0, 30.0, 9.0, 5.0, 3.0], 2),
+        ([3.4, 3.3, 5.5, 6.0, 6.5, 7.0], [1.0, 2.0, 3.5, 2.0, 2.0, 2.0], 5),
+        ([0.4, 0.4, 1.5, 1.6, 1.7, 1.8], [1.0, 2.0, 3.5, 2.0, 2.0, 2.0], 5),
+    ],
+)
+def test_a_loss_that_rises_above_its_first_value_early_is_found(
+    losses: list[float], norms: list[float], step: int
+) -> None:
+    (finding,) = found(losses, norms)
+    assert (finding.code, finding.evidence["step"]) == ("SF407", step)
+
+
+@pytest.mark.parametrize(
+    ("losses", "norms"),
+    [
+        ([0.5, 2.0, 2.2, 2.1, 0.6], [1.0] * 5),  # harder rows
+        ([3.4, 5.5, 5.5, 3.4, 5.5, 5.5, 3.3], [1.0, 5.0] * 3 + [1.0]),  # two in a row
+        ([2.0, 2.9, 2.9, 2.9, 2.9], [1.0, 9.0, 9.0, 9.0, 9.0]),  # by less than a nat
+        ([0.001, 1.2, 1.3, 1.4, 1.5], [0.1, 2.0, 2.0, 2.0, 2.0]),  # an objective of GRPO
+        ([10.9, 10.8, 13.1, 10.9, 10.7], [1.0] * 5),  # one hard step of a model that knows nothing
+    ],
+)
+def test_what_is_no_early_rise(losses: list[float], norms: list[float]) -> None:
+    assert found(losses, norms) == []
+
+
+def test_gradients_that_are_exactly_zero_are_found() -> None:
+    (finding,) = found([3.0] * 3 + [11.0, 11.1, 11.0, 11.2, 11.0], [1.0] * 3 + [0.0] * 5)
+    assert (finding.code, finding.evidence["step"]) == ("SF408", 8)
+
+
+@pytest.mark.parametrize(
+    ("losses", "norms"),
+    [
+        ([3.0] * 9, [0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]),
+        ([0.0] * 9, [0.0] * 9),  # no completion is better than another, or all rows are known by heart
+    ],
+)
+def test_gradients_that_may_be_zero(losses: list[float], norms: list[float]) -> None:
+    assert found(losses, norms) == []
+
+
+def test_a_loss_that_does_not_move_is_found() -> None:
+    (finding,) = found([3.25] * 50)
+    assert (finding.code, finding.evidence["step"]) == ("SF409", 50)
+    assert found([3.25] * 49) == []
+    assert found([3.25 - 1e-5 * step for step in range(60)]) == []
+    assert found([1e-5] * 60) == []
+
+
+def evaluated(evaluations: list[float], *, falls: bool = True, is_loss: bool = True) -> list[str]:
+    """Return the codes found in a run that is evaluated after every two steps."""
+    numbers = Numbers()
+    for number, loss in enumerate(evaluations):
+        for step in (2 * number + 1, 2 * number + 2):
+            numbers.add("step", step, {"loss": 2.0 - 0.02 * step * falls, "grad_norm": 1.0})
+        numbers.add("evaluated", 2 * number + 2, {"measured": loss, "is_loss": float(is_loss)})
+    return [finding.code for finding in numbers.findings()]
+
+
+def test_an_evaluation_loss_that_rises_while_training_falls_is_found() -> None:
+    assert evaluated([2.0, 1.5, 1.55, 1.6, 1.7]) == ["SF410"]
+
+
+@pytest.mark.parametrize(
+    "evaluations",
+    [
+        [2.0, 1.5, 1.55, 1.7],  # two
+        [2.0, 1.5, 1.55, 1.6, 1.62],  # by less than a tenth
+        [2.0, 1.5, 1.55, 1.7, 1.65, 1.75],
+        [2.0, 1.8, 1.7, 1.6, 1.5],
+        [math.nan] * 6,
+    ],
+)
+def test_what_is_no_overfitting(evaluations: list[float]) -> None:
+    assert evaluated(evaluations) == []
+
+
+def test_rewards_that_rise_and_losses_that_rise_together_are_no_overfitting() -> None:
+    assert evaluated([2.0, 1.5, 1.55, 1.6, 1.7], is_loss=False) == []
+    assert evaluated([2.0, 1.5, 1.55, 1.6, 1.7], falls=False) == []
 
 
 def test_harder_data_are_no_jump() -> None:
@@ -167,6 +253,16 @@ def test_routers_that_collapse_are_found_in_a_real_run_that_trains_them(
 
     frozen = surefoot.train(settings, screen=False, **changes, output_dir=str(tmp_path / "frozen")).run_folder
     assert explain(frozen).findings == [], "routers that came like this are no fault of the run"
+
+
+@pytest.mark.parametrize(("learning_rate", "codes"), [(1.0, ["SF407"]), (1e-2, [])])
+def test_a_learning_rate_that_ruins_the_model_is_found_in_a_real_run(
+    settings: dict[str, Any], model_folder: Any, learning_rate: float, codes: list[str]
+) -> None:
+    del settings["lora_rank"]
+    changes = {"tuning": "full", "model": str(model_folder("mixtral")), "save_steps": 0, "max_steps": 20}
+    run = surefoot.train(settings, screen=False, **changes, learning_rate=learning_rate).run_folder
+    assert [finding.code for finding in explain(run).findings] == codes
 
 
 def test_healthy_routers_are_no_finding(settings: dict[str, Any]) -> None:

@@ -48,4 +48,33 @@ PAGES = {
         "rate rose and the loss rose by more than its noise. Usually the loss jumps next.",
         "Lower learning_rate, or lengthen warmup_steps.",
     ),
+    "SF407": Page(
+        "the loss rose above its first value early",
+        "In the first thirty steps, three losses in a row are above the first one by a factor of 1.5 and by a nat, and "
+        "gradients have grown to three times the first; or one loss is above 13 nats, which is worse than equal "
+        "probabilities for every token. A loss that falls again afterwards seldom reaches what it would have without.",
+        "Start again with a tenth of this learning_rate, or with warmup_steps.",
+    ),
+    "SF408": Page(
+        "gradients are exactly zero",
+        "The gradient norm of five steps in a row is exactly zero, though the loss is not. After updates that were too "
+        "large, activations can be so far out that no gradient passes; or nothing that is trained has an influence on "
+        "the loss.",
+        "Start again, or from a checkpoint before the step, with a tenth of this learning_rate. If gradients were zero "
+        "from the first step on, look at target_modules, and at what is frozen.",
+    ),
+    "SF409": Page(
+        "the loss does not move at all",
+        "The losses of the first fifty steps are equal to seven digits: the updates are too small for the numbers that "
+        "they are added to, or reach no weight that the loss depends on.",
+        "Raise learning_rate (1e-4 is usual for LoRA, 1e-5 for full fine-tuning), and look at target_modules.",
+    ),
+    "SF410": Page(
+        "the evaluation loss rises while the training loss falls",
+        "Three evaluations in a row are each above the one before, the last by a tenth above the lowest, and the "
+        "training loss has fallen meanwhile: the model learns the rows by heart.",
+        "Export the checkpoint of the lowest evaluation loss (`surefoot export RUN TARGET --step N`). Train for fewer "
+        "steps, with more or more varied rows, a lower learning_rate or a smaller lora_rank.",
+        severity="info",
+    ),
 }

@@ -11,13 +11,18 @@ from torch import Tensor, nn
 from surefoot.data.collate import MicroBatch
 from surefoot.findings import Finding
 from surefoot.methods.base import TrainContext
+from surefoot.models.attention import has_packed_attention
 from surefoot.models.dtensor_blocks import block_of
+from surefoot.models.vision import attention
 from surefoot.training.step import CHECKED, NotFinite, list_not_finite
 
 MOST_NAMES = 8
 MOST_ROWS = 32
 LARGE_WEIGHT = 1e4
 """Size of weights above which a model does not work."""
+MOST_PLAIN_TOKENS = 8192
+"""Longest row that is computed again by plain attention, whose memory grows with the square of the row."""
+BEFORE_UPDATES = "No weight has been updated yet, so the learning rate is not the cause. "
 
 
 def not_finite_finding(
@@ -31,6 +36,7 @@ def not_finite_finding(
 ) -> Finding:
     """Build the finding, the same on all ranks. Collective: one more forward of the step's batches without dropout.
 
+    In the first step, before any update, a second one with plain attention tells whether a kernel is the cause.
     `batches` are this rank's of the step.
     """
     ranks = train_context.ranks
@@ -48,6 +54,7 @@ def not_finite_finding(
             "row": origin.row if origin else None,
             "is_here": error.is_here,
             "largest": _find_largest_weight(train_context.parameters),
+            "longest": max((sum(batch.lengths) for batch in batches), default=0),
         }
     )
     evidence: dict[str, Any] = {
@@ -77,7 +84,26 @@ def not_finite_finding(
         evidence["ranks"] = ", ".join(str(rank) for rank, report in enumerate(reports) if report["is_here"])
     code = "SF401" if error.what == "loss" else "SF402"
     cause = f"the {error.what} of step {step} is {error.value}; the weights were not updated with it{where}"
-    return Finding(code=code, cause=cause, evidence=evidence)
+    if step > 1:
+        return Finding(code, cause, evidence)
+    if damaged_weights:
+        fix = (
+            "They are those of the model's files: fetch them again, or set dtype: float32 if they overflow in another."
+        )
+        return Finding(code, cause, evidence, BEFORE_UPDATES + fix)
+    fix = "Look at the rows that are named, and try dtype: float32."
+    is_short = max(report["longest"] for report in reports) <= MOST_PLAIN_TOKENS
+    if first is not None and is_short and has_packed_attention(train_context.model):
+        with attention(train_context.model, "eager"), train_context.phase("forward"):
+            plain = _find_origin(train_context, batches)
+        origins = [origin for origin in ranks.gather(plain.module if plain is not None else None) if origin is not None]
+        evidence["with_plain_attention"] = f"not finite in {origins[0]}" if origins else "finite"
+        if not origins:
+            fix = (
+                "With transformers' plain attention the same rows are finite, so the attention kernel is the cause: "
+                "take another version of torch, and report it with this evidence."
+            )
+    return Finding(code, cause, evidence, BEFORE_UPDATES + fix)
 
 
 @dataclass(frozen=True)

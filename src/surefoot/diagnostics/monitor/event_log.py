@@ -34,7 +34,7 @@ VALUE_NAMES: dict[str, tuple[str, ...]] = {
     "phase ended": ("anonymous_bytes",),
     "batch": _list_values(events.BatchDescribed)[:VALUES_PER_RECORD],
     "step": ("loss", "grad_norm", "step_time_s", "peak_memory_bytes", "garbage_s"),
-    "evaluated": ("measured",),
+    "evaluated": ("measured", "is_loss"),
     "checkpoint": ("save_time_s",),
     "run started": ("offloads",),
     "run ended": ("failed",),
@@ -206,7 +206,8 @@ class Recorder:
                 self._write("step", event, garbage_s=self._garbage.since_last_s())
             case events.Evaluated():
                 reward = event.metrics.get("eval_reward", nan)  # nan where no completion has one
-                self._write("evaluated", event, measured=event.metrics.get("eval_loss", reward))
+                is_loss = "eval_loss" in event.metrics
+                self._write("evaluated", event, measured=event.metrics.get("eval_loss", reward), is_loss=is_loss)
             case events.CheckpointSaved():
                 self._write("checkpoint", event)
             case events.Heartbeat():

@@ -1,4 +1,4 @@
-"""Rules for numbers that go wrong while they are still finite: a loss that jumps, routers that collapse. Pure.
+"""Rules for numbers that go wrong while they are finite: a loss that rises or never moves, collapsed routers. Pure.
 
 All ranks report the same losses and expert counts, so one rank is enough.
 """
@@ -24,6 +24,20 @@ GRADIENT_TIMES = 3.0
 RISE_STEPS, RISE_BLOCK, RISE_TIMES = 200, 10, 5.0
 """Number of steps over which gradients must grow, steps per block, and factor of the growth."""
 NOISE_TIMES = 3.0
+EARLY_STEPS, EARLY_IN_A_ROW = 30, 3
+"""Number of first steps in which a loss may rise above that of the first, and of losses in a row that must."""
+EARLY_TIMES, EARLY_RISE = 1.5, 1.0
+"""Factor, and nats, by which each of them must exceed the first loss."""
+LEAST_FIRST_LOSS = 0.05
+"""Smallest first loss that is compared; an objective of GRPO begins near 0 and means something else."""
+BEYOND_UNIFORM = 13.0
+"""Loss in nats above that of equal probabilities for 440,000 tokens, which is more than any vocabulary has."""
+ZERO_STEPS, LEAST_LOSS = 5, 1e-3
+"""Number of steps in a row whose gradients are exactly zero, and the smallest loss that should have some."""
+SAME_STEPS, SAME_WITHIN = 50, 1e-7
+"""Number of first steps whose losses are all equal, and their relative differences that are rounding."""
+RISING_EVALUATIONS, OVERFIT_TIMES = 3, 1.1
+"""Number of evaluations in a row whose losses rise, and the factor by which the last exceeds the lowest."""
 COLLAPSED = 0.9
 """Fraction of the way from an even spread to every token choosing the same experts."""
 MOST_EVEN = 0.5
@@ -40,6 +54,14 @@ class _Step:
     learning_rate: float
 
 
+@dataclass(frozen=True)
+class _Evaluation:
+    step: int
+    loss: float
+    training_loss: float
+    """Median loss of the steps since the evaluation before."""
+
+
 @dataclass
 class Numbers:
     """The losses and the use of experts of a run, collected from the events of one rank."""
@@ -47,6 +69,10 @@ class Numbers:
     _steps: deque[_Step] = field(default_factory=lambda: deque(maxlen=BEFORE_STEPS + AFTER_STEPS))
     _learning_rate: float = math.nan
     _long_window: deque[_Step] = field(default_factory=lambda: deque(maxlen=RISE_STEPS))
+    _first_steps: list[_Step] = field(default_factory=list)
+    _evaluations: list[_Evaluation] = field(default_factory=list)
+    _losses_between: list[float] = field(default_factory=list)
+    """Losses of training since the last evaluation."""
     _findings: dict[str, Finding] = field(default_factory=dict)
 
     def add(self, kind: str, step: int, values: Mapping[str, float]) -> None:
@@ -60,6 +86,16 @@ class Numbers:
             self._long_window.append(current)
             self._add_finding(_find_jump(self._steps))
             self._add_finding(_find_rise_with_rate(self._long_window))
+            self._add_finding(_find_zero_gradients(self._steps))
+            self._losses_between.append(current.loss)
+            if len(self._first_steps) < SAME_STEPS:
+                self._first_steps.append(current)
+                self._add_finding(_find_early_rise(self._first_steps))
+                self._add_finding(_find_same_losses(self._first_steps))
+        elif kind == "evaluated" and values.get("is_loss") and self._losses_between and isfinite(values["measured"]):
+            self._evaluations.append(_Evaluation(step, values["measured"], median(self._losses_between)))
+            self._losses_between = []
+            self._add_finding(_find_overfitting(self._evaluations))
         elif kind == "experts":
             self._add_finding(_find_collapse(step, values))
             self._add_finding(_find_unused_experts(step, values))
@@ -97,6 +133,88 @@ def _find_jump(steps: Sequence[_Step]) -> Finding | None:
             "grad_norm_at_the_jump": round(at_jump, 4),
         },
         confidence=0.8,
+    )
+
+
+def _find_early_rise(steps: Sequence[_Step]) -> Finding | None:
+    """Return a finding if the loss has risen above that of the first step, before it is known what is usual."""
+    first, recent = steps[0], steps[-EARLY_IN_A_ROW:]
+    if len(steps) > EARLY_STEPS or not LEAST_FIRST_LOSS < first.loss < BEYOND_UNIFORM:
+        return None
+    most = max(EARLY_TIMES * first.loss, first.loss + EARLY_RISE)
+    largest_norm = max(step.grad_norm for step in steps[1:]) if len(steps) > 1 else 0.0
+    has_risen = len(steps) > EARLY_IN_A_ROW and all(step.loss > most for step in recent)
+    has_risen &= largest_norm >= GRADIENT_TIMES * first.grad_norm  # else harder rows may be the cause
+    if not has_risen and not (recent[-1].loss > BEYOND_UNIFORM and recent[-1].loss > most):
+        return None
+    worst = max(steps, key=lambda step: step.loss)
+    return Finding(
+        "SF407",
+        f"the loss has risen from {first.loss:.3f} in step {first.step} to {worst.loss:.3f} in step {worst.step}: the "
+        f"first updates have made the model worse (learning rate {recent[-1].learning_rate:.1e}, gradient norm "
+        f"{first.grad_norm:.3g} -> {largest_norm:.3g})",
+        {
+            "step": recent[-1].step,
+            "loss": " -> ".join(f"{step.loss:.3f}" for step in (first, *recent)),
+            "grad_norm": " -> ".join(f"{step.grad_norm:.3g}" for step in (first, *recent)),
+            "learning_rate": recent[-1].learning_rate,
+        },
+        confidence=0.9,
+    )
+
+
+def _find_zero_gradients(steps: Sequence[_Step]) -> Finding | None:
+    recent = list(steps)[-ZERO_STEPS:]
+    if len(recent) < ZERO_STEPS or any(step.grad_norm != 0 or step.loss < LEAST_LOSS for step in recent):
+        return None
+    return Finding(
+        "SF408",
+        f"gradients have been exactly zero since step {recent[0].step}, at a loss of {recent[-1].loss:.3f}: nothing is "
+        "trained any more",
+        {"step": recent[-1].step, "loss": ", ".join(f"{step.loss:.3f}" for step in recent), "grad_norm": 0.0},
+        confidence=0.95,
+    )
+
+
+def _find_same_losses(steps: Sequence[_Step]) -> Finding | None:
+    first = steps[0]
+    is_same = all(abs(step.loss - first.loss) <= SAME_WITHIN * abs(first.loss) for step in steps)
+    if len(steps) < SAME_STEPS or first.loss < LEAST_LOSS or not is_same:
+        return None
+    return Finding(
+        "SF409",
+        f"the loss is {first.loss:.6f} in each of the {len(steps)} steps since step {first.step}: the updates change "
+        f"nothing (learning rate {steps[-1].learning_rate:.1e}, gradient norm {steps[-1].grad_norm:.3g})",
+        {
+            "step": steps[-1].step,
+            "loss": first.loss,
+            "learning_rate": steps[-1].learning_rate,
+            "grad_norm": steps[-1].grad_norm,
+        },
+        confidence=0.9,
+    )
+
+
+def _find_overfitting(evaluations: Sequence[_Evaluation]) -> Finding | None:
+    """Return a finding if the loss on held-out rows rises while that of training falls."""
+    best = min(evaluations, key=lambda each: each.loss)
+    rising = evaluations[-RISING_EVALUATIONS - 1 :]
+    rises = all(later.loss > earlier.loss for earlier, later in pairwise(rising))
+    last = evaluations[-1]
+    falls = last.training_loss < best.training_loss
+    if len(rising) <= RISING_EVALUATIONS or not rises or not falls or last.loss < OVERFIT_TIMES * best.loss:
+        return None
+    return Finding(
+        "SF410",
+        f"the loss on held-out rows has risen from {best.loss:.3f} after step {best.step} to {last.loss:.3f} after step"
+        f" {last.step}, while that of training fell from {best.training_loss:.3f} to {last.training_loss:.3f}",
+        {
+            "step": last.step,
+            "best_step": best.step,
+            "eval_loss": " -> ".join(f"{each.loss:.3f}" for each in rising),
+            "training_loss": " -> ".join(f"{each.training_loss:.3f}" for each in rising),
+        },
+        confidence=0.9,
     )
 
 
