@@ -417,6 +417,31 @@ def test_checkpoints_are_counted_against_the_disk(run: Any, changes: dict[str, A
     assert bad(examine(machine, loaded)).get("SF717") == status
 
 
+@pytest.mark.parametrize(
+    ("size", "tuning", "rate", "is_far"),
+    [
+        (0.135e9, "lora", 0.1, True),
+        (0.135e9, "lora", 1e-2, False),
+        (0.135e9, "full", 1e-2, False),
+        (8e9, "lora", 2e-4, False),
+        (8e9, "lora", 1e-2, True),
+        (8e9, "full", 1e-5, False),
+        (8e9, "full", 1e-3, True),
+        (72e9, "lora", 1e-4, False),
+        (72e9, "full", 1e-9, True),
+        (72e9, "full", 0.0, False),
+        (1e6, "full", 50.0, False),
+    ],
+)
+def test_a_learning_rate_is_compared_with_recipes(
+    run: Any, monkeypatch: pytest.MonkeyPatch, size: float, tuning: str, rate: float, is_far: bool
+) -> None:
+    weights = Weights(round(size), round(2 * size))
+    monkeypatch.setattr("surefoot.diagnostics.preflight.memory.weights_of", lambda _: weights)
+    found = bad(examine(LAPTOP, run(**SINGLE_PROCESS, tuning=tuning, learning_rate=rate, save_steps=0)))
+    assert found.get("SF744") == ("warning" if is_far else None)
+
+
 def test_what_a_server_is_sent_is_counted_against_the_disk(run: Any) -> None:
     grpo = {"method": "grpo", "reward_funcs": ["length"], "num_generations": 2, "tuning": "full", "max_steps": 10}
     for engine, status in (("local", None), ("vllm", "warning")):
@@ -677,4 +702,5 @@ def test_every_code_of_the_catalogue_has_a_case() -> None:
         "SF741",  # of tests/selftest/test_results.py
         "SF742",
         "SF743",  # of tests/preflight/test_run_config.py
+        "SF744",
     }

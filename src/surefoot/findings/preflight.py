@@ -300,4 +300,11 @@ PAGES = {
         ("hpcaitech/ColossalAI#5426",),
         severity="error",
     ),
+    "SF744": Page(
+        "the learning rate is far from what is usual",
+        "It is more than ten times the highest, or less than a hundredth of the lowest learning rate that published "
+        "recipes have for LoRA or full fine-tuning of a model of this size.",
+        "Take a rate of the range that is named, unless you are trying what happens beyond it.",
+        severity="info",
+    ),
 }

@@ -8,7 +8,17 @@ from functools import partial
 from typing import Any
 
 from surefoot.config import LoadedConfig
-from surefoot.diagnostics.preflight import env_vars, gpus, memory, network, resources, slow_checks, system, versions
+from surefoot.diagnostics.preflight import (
+    env_vars,
+    gpus,
+    learning_rate,
+    memory,
+    network,
+    resources,
+    slow_checks,
+    system,
+    versions,
+)
 from surefoot.diagnostics.preflight.check import Check, CheckContext, Result, run_check
 from surefoot.errors import ConfigError
 from surefoot.system.deadline import Deadline, DeadlineExceeded
@@ -24,6 +34,7 @@ CHECKS: Mapping[str, Callable[[CheckContext], Result]] = {
     "rollout server": resources.check_rollout_server,
     "rollout precision": resources.check_rollout_precision,
     "context": resources.check_lengths,
+    "learning rate": learning_rate.check_learning_rate,
     "versions": versions.check_versions,
     "NCCL that is loaded": versions.check_loaded_nccl,
     "environment variables": env_vars.check_variables,
