@@ -7,7 +7,7 @@ from typing import Any
 
 from surefoot.cli import build_parser
 from surefoot.config.aliases import ALIASES
-from surefoot.config.describe import describe_settings, run_schema
+from surefoot.config.describe import allowed_values, describe_settings, run_schema
 from surefoot.findings import CATALOGUE
 
 DOCS = Path(__file__).parent
@@ -31,23 +31,20 @@ def settings() -> str:
     for alias, name in ALIASES.items():
         peers.setdefault(name, []).append(alias)
     lines = ["# Settings", "", "Every key of run.yaml. `surefoot settings` prints them too. " + NOTE]
-    methods: list[str] = []
-    lines += ["", "## Every method", *_settings_head()]
+    group = ""
     for name, about in described.items():
-        if about.get("methods", []) != methods:
-            methods = about.get("methods", [])
-            lines += ["", f"## Only with method {' or '.join(methods)}", *_settings_head()]
+        if about["group"] != group:
+            group = about["group"]
+            lines += ["", f"## {group}", *_settings_head()]
         default = f"`{json.dumps(about['default'])}`" if "default" in about else "required"
-        values = about.get("enum") or about.get("items", {}).get("enum") or []
-        choices = f" One of: {', '.join(f'`{value}`' for value in values)}." if values else ""
         others = f" Also read as: {', '.join(f'`{alias}`' for alias in peers[name])}." if name in peers else ""
         text = " ".join(str(about["description"]).split())
-        lines.append(f"| `{name}` | {default} | {_cell(text + choices + others)} |")
+        lines.append(f"| `{name}` | {default} | {_cell(allowed_values(about))} | {_cell(text + others)} |")
     return "\n".join(lines) + "\n"
 
 
 def _settings_head() -> list[str]:
-    return ["", "| key | default | meaning |", "|---|---|---|"]
+    return ["", "| key | default | values | meaning |", "|---|---|---|---|"]
 
 
 def _cell(text: str) -> str:

@@ -15,6 +15,7 @@ import yaml
 
 from surefoot import cli, train
 from surefoot.config import load_config
+from surefoot.config.describe import settings_as_text
 from surefoot.findings import CATALOGUE
 from tests.support.data import counting_rows, write_jsonl
 from tests.support.processes import surefoot
@@ -78,8 +79,22 @@ def test_settings_are_listed() -> None:
     schema = json.loads(surefoot("settings", "--json").stdout)
     assert schema["seed"]["default"] == 42
     shown = surefoot("settings").stdout
-    assert f"learning_rate: 0.0001\n    {schema['learning_rate']['description']}" in shown
+    assert f"learning_rate: 0.0001  (number from 0)\n    {schema['learning_rate']['description']}" in shown
     assert 'lr_scheduler_type: "cosine"  (linear | cosine | constant | wsd)' in shown
+    assert "offload: null  (cpu | null)" in shown
+    groups = [line for line in shown.splitlines() if line and line[0].isupper()]
+    assert groups[:2] == ["Model and data", "What is trained"]
+    assert "Only with method grpo" in groups
+
+
+def test_settings_are_found_by_words_and_fit_the_terminal() -> None:
+    named = surefoot("settings", "lora", "rank").stdout
+    assert "lora_rank: 8" in named
+    assert "learning_rate" not in named
+    narrow = settings_as_text(["vision"], 60)
+    assert max(map(len, narrow.splitlines())) <= 60
+    refused = surefoot("settings", "nonsense")
+    assert (refused.returncode, "nonsense" in refused.stderr) == (2, True)
 
 
 def test_train_export_and_chat(tmp_path: Path, settings: dict[str, Any], here: Here) -> None:

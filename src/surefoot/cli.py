@@ -2,9 +2,9 @@
 
 import argparse
 import difflib
-import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -17,6 +17,9 @@ from surefoot.errors import ConfigError, InputError, StoppedOnFinding
 from surefoot.launch.run_verb import DONE, run_verb, train_and_print
 from surefoot.system.console import print_json, protect_streams, report_lost_output, say
 from surefoot.system.process import is_local_rank, is_rank, leave, own_stop_signals
+
+WIDTH_OF_A_FILE = 120
+"""Columns of text that is not written to a terminal."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -118,6 +121,7 @@ def _add_run_verbs(verbs: "argparse._SubParsersAction[_Parser]") -> None:
     imported.set_defaults(verb=_run_import)
 
     settings = verbs.add_parser("settings", help="list every setting of run.yaml with its default")
+    settings.add_argument("words", nargs="*", default=[], help="show only settings with these words, such as lora")
     settings.add_argument("--json", action="store_true")
     settings.add_argument("--schema", action="store_true", help="a JSON schema of run.yaml, for editors")
     settings.set_defaults(verb=_run_settings)
@@ -325,7 +329,7 @@ def _run_drill(arguments: argparse.Namespace) -> int:
 
 
 def _run_settings(arguments: argparse.Namespace) -> int:
-    from surefoot.config.describe import describe_settings, run_schema
+    from surefoot.config.describe import describe_settings, run_schema, settings_as_text
     from surefoot.config.methods import available_classes
 
     for problem in available_classes()[1]:
@@ -333,19 +337,10 @@ def _run_settings(arguments: argparse.Namespace) -> int:
     if arguments.schema:
         print_json(run_schema())
         return DONE
-    settings = describe_settings()
     if arguments.json:
-        print_json(settings)
+        print_json(describe_settings())
         return DONE
-    of_method: list[str] = []
-    for name, about in settings.items():
-        if about.get("methods", []) != of_method:
-            of_method = about.get("methods", [])
-            print(f"\nOnly with method {' or '.join(of_method)}:\n" if of_method else "")
-        default = json.dumps(about["default"]) if "default" in about else "required"
-        values = about.get("enum") or about.get("items", {}).get("enum") or []
-        choices = " | ".join(str(value) for value in values)
-        print(f"{name}: {default}{f'  ({choices})' if choices else ''}\n    {about['description']}")
+    print(settings_as_text(arguments.words, shutil.get_terminal_size((WIDTH_OF_A_FILE, 24)).columns))
     return DONE
 
 

@@ -116,7 +116,11 @@ def test_peers_names_and_values(tmp_path: Path, text: str, field: str, value: An
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("stage: sft\n", r"'stage' .*\(run\.yaml:4\).* surefoot import --to NEW\.yaml run\.yaml"),
+        (
+            "stage: sft\ndo_train: true\nlearning_rte: 1\n",
+            r"(?s)'stage' \(run\.yaml:4\).*'do_train' \(run\.yaml:5\).*'learning_rte'.* 'learning_rate'\? "
+            r"\(run\.yaml:6\).* surefoot import --to NEW\.yaml .*run\.yaml",
+        ),
         ("learning_rte: 1\n", r"'learning_rte'.*'learning_rate'.*\(run\.yaml:4\)"),
         ("\n\nsequence_length: 3\n", r"'sequence_length'.*'sequence_len'.*max_length.*\(run\.yaml:6\)"),
         ("xyzzy: 1\n", r"'xyzzy'.*`surefoot settings`.*\(run\.yaml:4\)"),

@@ -1,25 +1,89 @@
 """Descriptions of every setting with its default, and a JSON schema of run.yaml for editors."""
 
+import json
+import textwrap
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from surefoot.config.aliases import ALIASES, FLAG_ALIASES, NOT_HERE, VALUE_ALIASES
 from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
 from surefoot.config.methods import available_classes, known_fields, methods_with
 from surefoot.config.schema import RunConfig
+from surefoot.errors import ConfigError
 
+GROUPS = {
+    "model": "Model and data",
+    "tuning": "What is trained",
+    "max_length": "Samples and batches",
+    "learning_rate": "Optimiser and length",
+    "device": "Device and speed",
+    "nproc_per_node": "Processes and health",
+    "zero_stage": "Sharding",
+    "save_steps": "Checkpoints, evaluation and reports",
+}
+"""First setting of each group, in the order of run.yaml -> the group's title."""
+BOUNDS = {"exclusiveMinimum": "above", "minimum": "from", "exclusiveMaximum": "below", "maximum": "up to"}
+TYPES = {"integer": "whole number", "number": "number", "string": "text", "array": "list", "object": "mapping"}
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def describe_settings() -> dict[str, dict[str, Any]]:
-    """Return each setting's type, default and description, and `methods` if only some methods have it."""
+    """Return each setting's type, default, description and group, and `methods` if only some methods have it."""
     described: dict[str, dict[str, Any]] = {}
     for kind in _list_settings_classes():
         for name, about in kind.model_json_schema()["properties"].items():
             described.setdefault(name, about)
     described["method"]["enum"] = list(available_classes()[0])
-    for name in described.keys() - RunConfig.model_fields.keys():
-        described[name]["methods"] = methods_with(name)
+    group = ""
+    for name, about in described.items():
+        group = GROUPS.get(name, group)
+        about["group"] = group
+        if name not in RunConfig.model_fields:
+            about["methods"] = methods_with(name)
+            about["group"] = f"Only with method {' or '.join(about['methods'])}"
     return described
+
+
+def settings_as_text(words: Sequence[str], width: int) -> str:
+    """Return the settings whose names or descriptions contain all words, in groups, as lines of at most `width`.
+
+    Raises: ConfigError if there are none.
+    """
+    lines: list[str] = []
+    group = ""
+    for name, about in describe_settings().items():
+        text = " ".join(str(about["description"]).split())
+        if not all(word.lower() in f"{name} {text}".lower() for word in words):
+            continue
+        if about["group"] != group:
+            group = about["group"]
+            lines += ["", group, ""]
+        default = json.dumps(about["default"]) if "default" in about else "required"
+        wrap = partial(textwrap.wrap, width=width, break_long_words=False, break_on_hyphens=False)
+        lines += wrap(f"{name}: {default}  ({allowed_values(about)})", subsequent_indent="    ")
+        lines += wrap(text, initial_indent="    ", subsequent_indent="    ")
+    if not lines:
+        raise ConfigError(f"settings: no setting has {' and '.join(words)} in its name or description.")
+    return "\n".join(lines[1:])
+
+
+def allowed_values(about: Mapping[str, Any]) -> str:
+    """Return the values that a setting may have, from its JSON schema: `cpu | null`, `whole number above 0`."""
+    forms = [_describe_form(form) for form in about.get("anyOf", [about])]
+    return " | ".join(dict.fromkeys(forms))
+
+
+def _describe_form(form: Mapping[str, Any]) -> str:
+    if "const" in form or "enum" in form:
+        return " | ".join(str(value) for value in form.get("enum", [form.get("const")]))
+    kind = form.get("type")
+    if kind == "boolean":
+        return "true | false"
+    if kind == "array" and (values := form.get("items", {}).get("enum")):
+        return f"list of {' | '.join(values)}"
+    bounds = [f"{word} {form[bound]:g}" for bound, word in BOUNDS.items() if bound in form]
+    return " ".join([TYPES.get(str(kind), str(kind) if kind else "mapping"), *bounds])
 
 
 def _list_settings_classes() -> list[type[RunConfig]]:

@@ -75,7 +75,9 @@ class LoadedConfig:
         return ", ".join(dict.fromkeys(self.places.get(field, "default") for field in fields))
 
 
-OF_OTHERS = frozenset({"stage", "do_train", "base_model", "rlhf_type", "train_type", "tuner_type", "model_name"})
+OF_OTHERS = frozenset(
+    "stage do_train finetuning_type template base_model sequence_len rlhf_type train_type tuner_type model_name".split()
+)
 """Settings that identify a config of LLaMA-Factory, axolotl or ms-swift."""
 
 
@@ -97,15 +99,28 @@ def load_config(
     last = max((number for number, (key, _) in enumerate(later) if key in DEEPSPEED_KEYS), default=None)
     settings = _Settings(_find_method_class([*entries, *later]))
     # The file's own settings come before those of the DeepSpeed config it points to.
-    for key, setting in sorted(entries, key=lambda entry: entry[0] in DEEPSPEED_KEYS):
-        if key not in DEEPSPEED_KEYS or last is None:
-            settings.add(key, setting, replace=False)
-    for number, (key, setting) in enumerate(later):
-        if key not in DEEPSPEED_KEYS or number == last:
-            settings.add(key, setting, replace=True)
+    problems: list[ConfigError] = []
+    for replaces, number, (key, setting) in [
+        *((False, None, entry) for entry in sorted(entries, key=lambda entry: entry[0] in DEEPSPEED_KEYS)),
+        *((True, number, entry) for number, entry in enumerate(later)),
+    ]:
+        try:
+            if key not in DEEPSPEED_KEYS or number == last:
+                settings.add(key, setting, replace=replaces)
+        except ConfigError as error:
+            problems.append(error)
+    if problems:
+        raise ConfigError("\n".join([*map(str, problems), *_suggest_import(path, [key for key, _ in entries])]))
     loaded = LoadedConfig(settings.validate(), settings.places, settings.renamed, settings.notes)
     check_contradictions(loaded)
     return loaded
+
+
+def _suggest_import(path: str | Path | None, keys: Sequence[str]) -> list[str]:
+    """Return advice if the keys of a file are those of another program."""
+    if path is None or OF_OTHERS.isdisjoint(keys):
+        return []
+    return [f"This looks like a config of another program: surefoot import --to NEW.yaml {path} converts it."]
 
 
 def _list_later_entries(overrides: Sequence[str], values: Mapping[str, Any]) -> list[tuple[str, Setting]]:
@@ -208,14 +223,10 @@ class _Settings:
     def _unknown_setting_error(self, key: str, setting: Setting) -> ConfigError:
         if key in NOT_HERE:
             return ConfigError(f"'{key}': {NOT_HERE[key]} ({setting.place}).")
-        if key in OF_OTHERS:
-            file = setting.place.partition(":")[0] if ":" in setting.place else "FILE"
-            return ConfigError(
-                f"unknown setting {key!r} ({setting.place}). It is one of another program: surefoot import --to "
-                f"NEW.yaml {file}"
-            )
         if key in INSTEAD:
             return ConfigError(f"unknown setting '{key}' ({setting.place}): {INSTEAD[key]}.")
+        if key in OF_OTHERS:
+            return ConfigError(f"unknown setting {key!r} ({setting.place}).")
         if methods := methods_with(key):
             return self._other_method_error([key], methods, setting.place)
         return ConfigError(f"unknown setting {shorten(key)}{_suggest_name(key, self._fields)} ({setting.place}).")

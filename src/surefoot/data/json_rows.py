@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import chain, islice
 from typing import IO, Any
 
+from surefoot.data.encodings import describe_encoding
 from surefoot.data.rows import MAX_DEPTH, MAX_ROW_BYTES, READ_BYTES, Broken, Row, lines_of, too_long
 from surefoot.system.json_files import nesting_depth
 
@@ -20,11 +21,9 @@ def _decode_utf8(line: bytes) -> str:
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
-        is_wide = b"\0" in line[:64] or line[:2] in (b"\xff\xfe", b"\xfe\xff")
-        wide, name = (" It looks like UTF-16.", "UTF-16") if is_wide else ("", "LATIN1")
         raise ValueError(
-            f"not UTF-8: byte 0x{line[error.start]:02x} at byte {error.start + 1} of the line.{wide} "
-            f"Save the file as UTF-8 (iconv -f {name} -t UTF-8, for example)"
+            f"not UTF-8: byte 0x{line[error.start]:02x} at byte {error.start + 1} of the line. "
+            f"{describe_encoding(line)}"
         ) from error
 
 
@@ -145,7 +144,8 @@ class _TextWindow:
                     break
         except UnicodeDecodeError as error:
             raise Broken(
-                f": not UTF-8: {error.reason} (byte 0x{error.object[error.start]:02x}). Save it as UTF-8"
+                f": not UTF-8: {error.reason} (byte 0x{error.object[error.start]:02x}). "
+                f"{describe_encoding(error.object)}"
             ) from error
         if not piece:
             return False

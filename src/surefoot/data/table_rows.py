@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from surefoot.data.encodings import describe_encoding
 from surefoot.data.rows import MAX_ROW_BYTES, Broken, Row
 from surefoot.errors import DataError
 
@@ -46,7 +47,7 @@ def csv_rows(file: IO[bytes]) -> Iterator[Row]:
     except csv.Error as error:
         raise Broken(f":{line}: not valid CSV in the row that begins here: {error}") from error
     except UnicodeDecodeError as error:
-        raise Broken(f":{reader.line_num + 1}: not UTF-8: {error.reason}. Save it as UTF-8") from error
+        raise Broken(f":{reader.line_num + 1}: not UTF-8: {error.reason}. {describe_encoding(error.object)}") from error
 
 
 class _DecodedLines:

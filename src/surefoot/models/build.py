@@ -7,6 +7,7 @@ parameters.
 Independent of data, loss and optimisers.
 """
 
+import logging
 from collections.abc import Callable, Container
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -61,6 +62,11 @@ __all__ = [
     "quiet_transformers",
     "trainable_parameters",
 ]
+
+
+KERNEL_LOG = logging.getLogger("transformers.integrations.hub_kernels")
+"""transformers' log of each kernel that is not installed, on each rank, also on the CPU, where there are none.
+`Isolation.describe` says it once."""
 
 
 class Sharding(Protocol):
@@ -163,6 +169,7 @@ def build_model(
     autocast.
     Raises: ModelError for a folder whose weights do not fill the model exactly, or targets that match nothing.
     """
+    KERNEL_LOG.setLevel(logging.ERROR)
     config = load_config(folder)
     stock = model_class(folder, config)
     check_generation_config(folder)

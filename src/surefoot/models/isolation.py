@@ -7,7 +7,6 @@ model still computes the row as a whole.
 Independent of data, methods and training.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,9 +27,6 @@ from surefoot.models.vision import attention_of
 
 KERNEL_KINDS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 """Kinds of layers for which kernels exist that take the ends of samples."""
-KERNEL_LOG = logging.getLogger("transformers.integrations.hub_kernels")
-"""transformers' log of each kernel that is not installed, on each rank, also on the CPU, where there are none.
-`Isolation.describe` says it once."""
 LONGEST_POSITION_ROPE = ("dynamic", "longrope")
 """Kinds of RoPE whose frequencies depend on the longest position of a forward."""
 
@@ -61,7 +57,6 @@ def isolate_samples(model: PreTrainedModel, dtype: torch.dtype, *, is_sharded: b
     Costs three or four forwards of about 23 tokens. The model has its weights, computes in `dtype` and is not compiled.
     Raises: ModelError if samples still mix.
     """
-    KERNEL_LOG.setLevel(logging.ERROR)
     arguments = accept_samples(model)
     decoder = decoder_of(model)
     probe = MixingProbe(model, dtype)
