@@ -106,16 +106,24 @@ def test_train_export_and_chat(tmp_path: Path, settings: dict[str, Any], here: H
     assert "tok/s" in done.stderr
     assert "ETA 0:00" in done.stderr
     assert "per_device_train_batch_size" not in done.stderr, "the model's output layer is all that makes its logits"
+    adapter = here("export", settings["output_dir"], str(tmp_path / "copy"))
+    assert "an adapter; with --merge" in adapter.stdout
     merged = surefoot("export", settings["output_dir"], str(tmp_path / "merged"), "--merge")
+    assert "a whole model" in merged.stdout
     assert merged.returncode == 0, merged.stderr
     assert (tmp_path / "merged" / "config.json").is_file()
     again = here("export", settings["output_dir"], str(tmp_path / "merged"), "--merge")
     assert again.returncode == 2
     assert str(tmp_path / "merged") in again.stderr
-    for source in (settings["output_dir"], str(tmp_path / "merged")):
-        chat = here("chat", source, "--prompt", "Count", "--max-new-tokens", "3", "--json")
+    run, base = settings["output_dir"], settings["model"]
+    sources = [[run], [str(tmp_path / "merged")], [f"{run}/adapter"], [base, "--adapter", run]]
+    replies = set()
+    for source in sources:
+        chat = here("chat", *source, "--prompt", "Count", "--max-new-tokens", "3", "--json")
         assert chat.returncode == 0, chat.stderr
         assert json.loads(chat.stdout)["prompt"] == "Count"
+        replies.add(json.loads(chat.stdout)["completion"])
+    assert len(replies) == 1
     odd = here(
         "chat", settings["output_dir"], "--prompt", "Count\udcff", "--system", "\udcfe", "--max-new-tokens=9999999"
     )
@@ -132,13 +140,14 @@ def test_train_export_and_chat(tmp_path: Path, settings: dict[str, Any], here: H
         assert named in refused.stderr
     talk = subprocess.run(
         [sys.executable, "-m", "surefoot", "chat", settings["output_dir"], "--max-new-tokens", "3"],
-        input=b"one\ncaf\xe9\n\n",
+        input=b"one\ncaf\xe9\n\n/clear\n/system Be brief.\n/nonsense\ntwo\n/exit\nnever read\n",
         env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
         capture_output=True,
         timeout=120,
     )
     assert talk.returncode == 0, talk.stderr
-    assert talk.stdout.count(b"> ") == 3
+    assert talk.stdout.count(b"> ") == 8
+    assert b"/nonsense is not known" in talk.stderr
     (tmp_path / "project").mkdir()
     config_file(tmp_path / "project", settings)
     for refused in (here("chat", str(tmp_path / "project")), here("export", str(tmp_path / "project"), "copy")):

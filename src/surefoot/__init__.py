@@ -8,7 +8,7 @@ import sys
 if sys.argv[:1] == ["-m"] and "surefoot" in sys.orig_argv and not sys.flags.safe_path:
     del sys.path[0]  # `python -m surefoot` puts the current folder first: its Python files are not ours to run
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -145,8 +145,11 @@ def complete(
     max_new_tokens: int = 256,
     temperature: float = 0.0,
     batch_size: int = 16,
+    on_text: Callable[[str], object] | None = None,
 ) -> list[str]:
     """Return the assistant's next turn for each conversation (lists of {role, content}). Temperature 0 is greedy.
+
+    `on_text` is given the answer to a single conversation piece by piece, as it is written.
 
     Raises: InputError for impossible settings; ModelError if the chat template cannot render a conversation.
     """
@@ -160,4 +163,5 @@ def complete(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         batch_size=batch_size,
+        on_text=on_text,
     )

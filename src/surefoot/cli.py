@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import surefoot
+from surefoot.chat import Chat
 from surefoot.errors import ConfigError, InputError, StoppedOnFinding
 from surefoot.launch.run_verb import DONE, run_verb, train_and_print
 from surefoot.system.console import print_json, protect_streams, report_lost_output, say
@@ -346,7 +347,10 @@ def _run_settings(arguments: argparse.Namespace) -> int:
 
 def _run_export(arguments: argparse.Namespace) -> None:
     target = surefoot.export(arguments.run, arguments.target, merge=arguments.merge, step=arguments.step)
-    _show({"target": str(target), "merged": arguments.merge}, f"written: {target}", as_json=arguments.json)
+    is_adapter = (target / "adapter_config.json").is_file()
+    what = "an adapter; with --merge it would be a model that needs no other" if is_adapter else "a whole model"
+    payload = {"target": str(target), "merged": arguments.merge, "is_adapter": is_adapter}
+    _show(payload, f"written: {target}, {what}", as_json=arguments.json)
 
 
 def _run_upcycle(arguments: argparse.Namespace) -> None:
@@ -367,28 +371,17 @@ def _as_utf8(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _run_chat(arguments: argparse.Namespace) -> int:
+def _run_chat(arguments: argparse.Namespace) -> None:
     model, tokenizer = surefoot.load(arguments.model, arguments.adapter)
-    turns: list[dict[str, str]] = [{"role": "system", "content": arguments.system}] if arguments.system else []
-
-    def answer(text: str) -> str:
-        turns.append({"role": "user", "content": text})
-        reply = surefoot.complete(
-            model, tokenizer, [turns], max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature
-        )[0]
-        turns.append({"role": "assistant", "content": reply})
-        return reply
-
-    if arguments.prompt is not None:
-        reply = answer(arguments.prompt)
-        _show({"prompt": arguments.prompt, "completion": reply}, reply, as_json=arguments.json)
-        return DONE
-    say("Type a message; an empty line or Ctrl-D ends.")
-    while True:
-        try:
-            text = input("> ").strip()
-        except EOFError:
-            return DONE
-        if not text:
-            return DONE
-        print(answer(text))
+    chat = Chat(
+        model,
+        tokenizer,
+        arguments.system,
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+    )
+    if arguments.prompt is None:
+        chat.run()
+        return
+    reply = chat.answer(arguments.prompt)
+    _show({"prompt": arguments.prompt, "completion": reply}, reply, as_json=arguments.json)

@@ -1,10 +1,10 @@
 """Generation with a model: for chat, inspection and exact-match evaluation. Not a serving engine."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from surefoot.errors import InputError
 from surefoot.models.attention import own_implementation
@@ -13,6 +13,17 @@ from surefoot.models.vision import attention
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-3, 1e3
 """Bounds within which logits divided by the temperature stay finite and distinct in every precision."""
+
+
+class _Streamer(TextStreamer):  # type: ignore[misc]
+    """Gives the text of one answer to a function, word by word."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], object]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._on_text = on_text
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:  # noqa: ARG002
+        self._on_text(text)
 
 
 @contextmanager
@@ -35,10 +46,12 @@ def complete(
     max_new_tokens: int = 256,
     temperature: float = 0.0,
     batch_size: int = 16,
+    on_text: Callable[[str], object] | None = None,
 ) -> list[str]:
     """Return the text that follows each prompt, without its end-of-turn token. Temperature 0 is greedy.
 
-    `prompts`: token ids from `data.render.tokenize_prompts`. An answer ends where the model's context does.
+    `prompts`: token ids from `data.render.tokenize_prompts`. An answer ends where the model's context does. `on_text`
+    is given the answer to a single prompt piece by piece, as it is written.
     Raises: InputError for impossible settings, or a prompt that leaves no room for an answer.
     """
     if max_new_tokens < 1 or not (temperature == 0 or LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE):
@@ -74,7 +87,8 @@ def complete(
     answers: list[str] = []
     with generating(model), _reset_generation_config(model), torch.no_grad():
         for begin in range(0, len(prompts), batch_size):
-            answers += _complete_batch(model, tokenizer, prompts[begin : begin + batch_size], settings, int(pad))
+            batch = prompts[begin : begin + batch_size]
+            answers += _complete_batch(model, tokenizer, batch, settings, int(pad), on_text)
     return answers
 
 
@@ -101,10 +115,12 @@ def _complete_batch(
     prompts: Sequence[list[int]],
     settings: GenerationConfig,
     pad: int,
+    on_text: Callable[[str], object] | None,
 ) -> list[str]:
     width = max(map(len, prompts))
     ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
-    output = model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)
+    streamer = _Streamer(tokenizer, on_text) if on_text is not None else None
+    output = model.generate(input_ids=ids, attention_mask=mask, generation_config=settings, streamer=streamer)
     answers: list[str] = tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)
     return answers

@@ -110,10 +110,16 @@ def _merge_or_copy(finished: Path, target: Path, merge: bool, emit: Emit) -> Pat
         with new_folder(target) as folder:
             shutil.copytree(finished, folder, dirs_exist_ok=True, ignore=_list_special_files)
         return target
-    base = load_adapter_files(finished)[0].get("base_model_name_or_path")
+    base = resolve_model(_find_base(finished), f"{finished}/{CONFIG}")
+    return _merge_into_base(base, finished, target, emit)
+
+
+def _find_base(adapter: Path) -> str:
+    """Return the name of the model that an adapter belongs to. Raises: ModelError if it names none."""
+    base = load_adapter_files(adapter)[0].get("base_model_name_or_path")
     if not base or not isinstance(base, str):
-        raise ModelError(f"{finished}/{CONFIG} names no base model.")
-    return _merge_into_base(resolve_model(base, f"{finished}/{CONFIG}"), finished, target, emit)
+        raise ModelError(f"{adapter}/{CONFIG} names no base model.")
+    return base
 
 
 def _list_special_files(folder: str, names: list[str]) -> list[str]:
@@ -183,8 +189,16 @@ def _describe_step(checkpoint: Path, config: RunConfig) -> str:
 
 
 def load(source: str, adapter: Path | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and tokenizer for completion: a run folder (base with adapter), or a model with an adapter."""
+    """Load a model and tokenizer for completion: a run folder, an adapter, or a model, with an adapter or without.
+
+    An adapter is a folder of its own or that of a run; one that is given alone names its base.
+    """
     folder = local_path(source)
+    if adapter is not None and (adapter / "run.yaml").is_file() and (adapter / "adapter").is_dir():
+        adapter = adapter / "adapter"
+    if adapter is None and (folder / CONFIG).is_file() and not (folder / "config.json").is_file():
+        adapter, source = folder, _find_base(folder)
+        folder = local_path(source)
     if (folder / "run.yaml").is_file():
         if adapter is not None:
             raise ModelError(

@@ -1,0 +1,74 @@
+"""The command `surefoot chat`: a conversation with a model, whose answers appear as they are written."""
+
+from typing import TYPE_CHECKING
+
+import surefoot
+from surefoot.errors import InputError
+from surefoot.system.console import say
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+COMMANDS = "/clear begins anew, /system TEXT sets the system text and begins anew, /exit or Ctrl-D ends"
+
+
+class Chat:
+    """A conversation, turn by turn."""
+
+    def __init__(
+        self,
+        model: "PreTrainedModel",
+        tokenizer: "PreTrainedTokenizerBase",
+        system: str,
+        *,
+        max_new_tokens: int,
+        temperature: float,
+    ) -> None:
+        self._model, self._tokenizer = model, tokenizer
+        self._max_new_tokens, self._temperature = max_new_tokens, temperature
+        self._begin(system)
+
+    def _begin(self, system: str) -> None:
+        self._system = system
+        self._turns = [{"role": "system", "content": system}] if system else []
+
+    def answer(self, text: str, *, shows: bool = False) -> str:
+        """Return the model's answer to the next message; with `shows`, print it as it is written.
+
+        Raises: InputError if no answer fits into the model's context, or the template refuses the conversation.
+        """
+        turns = [*self._turns, {"role": "user", "content": text}]
+        (reply,) = surefoot.complete(
+            self._model,
+            self._tokenizer,
+            [turns],
+            max_new_tokens=self._max_new_tokens,
+            temperature=self._temperature,
+            on_text=(lambda piece: print(piece, end="", flush=True)) if shows else None,
+        )
+        self._turns = [*turns, {"role": "assistant", "content": reply}]
+        return reply
+
+    def run(self) -> None:
+        """Talk to the user of the terminal until they end it. A message that cannot be answered is left out."""
+        say(f"Type a message. {COMMANDS}.")
+        while True:
+            try:
+                text = input("> ").strip()
+            except EOFError:
+                return
+            command, _, rest = text.partition(" ")
+            if command == "/exit":
+                return
+            if command == "/clear":
+                self._begin(self._system)
+            elif command == "/system":
+                self._begin(rest)
+            elif command.startswith("/"):
+                say(f"{command} is not known. {COMMANDS}.")
+            elif text:
+                try:
+                    self.answer(text, shows=True)
+                    print()
+                except InputError as error:
+                    say(f"error: {error}")

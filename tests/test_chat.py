@@ -1,0 +1,45 @@
+"""Conversations of `surefoot chat`."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import surefoot
+from surefoot.chat import Chat
+
+
+@pytest.fixture
+def chat(model_folder: Callable[[str], Path]) -> Chat:
+    model, tokenizer = surefoot.load(str(model_folder("llama")))
+    return Chat(model, tokenizer, "Be brief.", max_new_tokens=6, temperature=0.0)
+
+
+def test_an_answer_is_shown_as_it_is_written(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
+    reply = chat.answer("Count", shows=True)
+    assert capsys.readouterr().out.rstrip() == reply.rstrip()
+
+
+def test_the_conversation_goes_on_until_it_begins_anew(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = iter(["one", "two " * 1000, "two", "/clear", "three", "/system Be kind.", "four", "/exit", "five"])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    asked = []
+    complete = surefoot.complete
+
+    def record(
+        model: object, tokenizer: object, conversations: list[list[dict[str, str]]], **settings: object
+    ) -> object:
+        asked.append([turn["content"] for turn in conversations[0] if turn["role"] != "assistant"])
+        return complete(model, tokenizer, conversations, **settings)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(surefoot, "complete", record)
+    chat.run()
+    assert [turns for turns in asked if len(turns[-1]) < 100] == [
+        ["Be brief.", "one"],
+        ["Be brief.", "one", "two"],
+        ["Be brief.", "three"],
+        ["Be kind.", "four"],
+    ]
+    assert "new conversation" in capsys.readouterr().err
