@@ -21,6 +21,7 @@ from surefoot.errors import ConfigError, ModelError, StoppedOnFinding
 from surefoot.models.generate import generating
 from surefoot.models.peft_layout import UNREADABLE_BY_PEFT
 from surefoot.training.model_notices import ALL_LOGITS, EXPERTS_LEFT_OUT
+from surefoot.training.run_summary import last_evaluation
 from surefoot.training.trainer import train
 from tests.models.architectures import tiny_model
 from tests.support.data import counting_rows, write_jsonl
@@ -65,6 +66,7 @@ def test_a_run_leaves_what_the_documentation_says(settings: dict[str, Any], tmp_
     assert summary["artifact"] == str(run / "adapter")
     assert summary["tokens_per_second"] > 0
     assert summary["peak_memory_bytes"] > 0
+    assert summary["evaluation"] == next(line for line in lines[::-1] if "eval_loss" in line)
     assert summary["train_loss"] == pytest.approx(sum(line["loss"] for line in steps) / 4)
     assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step-00000002", "step-00000004"]
     assert json.loads((run / "environment.json").read_text())["torch"] == torch.__version__
@@ -269,11 +271,18 @@ def test_a_non_finite_loss_stops_the_run_with_its_rows_and_the_last_good_checkpo
 def test_tensorboard_gets_the_metrics(settings: dict[str, Any]) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = surefoot.train(settings, screen=False, report_to=["tensorboard"]).run_folder
+    given = {**settings, "report_to": ["tensorboard"], "eval_fraction": 0.2, "eval_steps": 2}
+    result = surefoot.train(given, screen=False)
+    run = result.run_folder
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
     logged = [point.value for point in events.Scalars("train/loss")]
-    assert logged == pytest.approx([line["loss"] for line in metrics_of(run)])
+    assert logged == pytest.approx([line["loss"] for line in metrics_of(run) if "loss" in line])
+    assert events.Scalars("eval/loss")[-1].value == pytest.approx(result.evaluation["eval_loss"])
+    again = surefoot.train(given, screen=False)
+    assert again.evaluation == result.evaluation
+    assert last_evaluation(run, 4)["step"] == 2
+    assert last_evaluation(run, 2) == {}
 
 
 def test_a_tracker_that_is_not_installed_is_refused_before_loading(settings: dict[str, Any]) -> None:

@@ -70,6 +70,7 @@ def train_and_print(loaded: "LoadedConfig", *, as_json: bool) -> int:
     else:
         speed = f", {result.tokens_per_second:.0f} tok/s" if result.tokens_per_second else ""
         loss = f", train_loss {result.train_loss:.4f}" if result.train_loss is not None else ""
+        loss += f", eval_loss {result.evaluation['eval_loss']:.4f}" if "eval_loss" in result.evaluation else ""
         place = f"artifact: {result.artifact}" if result.artifact else f"run folder: {result.run_folder}"
         steps = f"{result.steps} step{'s' * (result.steps != 1)}"
         write(sys.stdout, f"{result.status} after {steps}{loss}{speed}\n{place}\n")

@@ -3,6 +3,7 @@
 import importlib
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -29,7 +30,7 @@ from surefoot.events import (
 from surefoot.system.atomic_io import raise_storage_error
 from surefoot.system.console import format_time_left, write
 from surefoot.system.json_files import is_count, keep_lines
-from surefoot.training.run_summary import COMPLETIONS, EVAL_COMPLETIONS, METRICS
+from surefoot.training.run_summary import COMPLETIONS, EVAL_COMPLETIONS, METRICS, is_evaluation
 
 LOGGER = logging.getLogger(__name__)
 LINE_EVERY_S = 5.0
@@ -86,11 +87,6 @@ class CompletionsFile:
             # A lone surrogate, which JSON data may hold, is written as JSON would escape it.
             with raise_storage_error(path), open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
                 file.writelines(json.dumps({**about, **sample}, ensure_ascii=False) + "\n" for sample in event.samples)
-
-
-def is_evaluation(line: Mapping[str, Any]) -> bool:
-    """Return whether a line of metrics.jsonl is an evaluation's: each line of a step has its learning rate."""
-    return "learning_rate" not in line
 
 
 def drop_lines_from(
@@ -231,7 +227,7 @@ class TensorBoard:
             self._writer = SummaryWriter(str(self._folder))
         elif _has_logged_metrics(event, self._every):
             for name, value in _extract_scalars(event).items():
-                self._writer.add_scalar(f"train/{name}", value, event.step)
+                self._writer.add_scalar(name, value, event.step)
         elif isinstance(event, RunEnded) and self._writer is not None:
             self._writer.close()
 
@@ -248,22 +244,24 @@ class Tracker:
     def observe(self, event: Event) -> None:
         if isinstance(event, RunStarted):
             self._has_begun = True
-            self._module.init(project="surefoot", name=self._name, config=dict(event.config))
+            project = os.environ.get(f"{self._module.__name__.upper()}_PROJECT", "surefoot")
+            self._module.init(project=project, name=self._name, config=dict(event.config))
         elif _has_logged_metrics(event, self._every):
-            self._module.log(
-                {f"train/{name}": value for name, value in _extract_scalars(event).items()}, step=event.step
-            )
+            self._module.log(_extract_scalars(event), step=event.step)
         elif isinstance(event, RunEnded) and self._has_begun:
             self._module.finish()
 
 
 def _extract_scalars(event: StepEnded | Evaluated) -> dict[str, float]:
+    """Return the numbers of an event by the names that other trainers give them: train/loss, eval/loss."""
     scalars = {}
     for name, value in as_metrics(event).items():
         if name == "expert_load":
-            scalars["expert_load_max"] = max(value)
+            scalars["train/expert_load_max"] = max(value)
+        elif name.startswith("eval_"):
+            scalars[f"eval/{name.removeprefix('eval_')}"] = float(value)
         elif name != "step":
-            scalars[name] = float(value)
+            scalars[f"{'eval' if isinstance(event, Evaluated) else 'train'}/{name}"] = float(value)
     return scalars
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
-from surefoot.events import DataCounted, Event, FindingMade, RunStarted, StepEnded
+from surefoot.events import DataCounted, Evaluated, Event, FindingMade, RunStarted, StepEnded
 from surefoot.findings import Finding
 from surefoot.system.atomic_io import write_json
 from surefoot.system.json_files import is_count, is_number, keep_lines, read_object, read_objects
@@ -45,6 +45,8 @@ class RunResult:
     """False for a run that ended before all its data were prepared: the other rows were neither read nor counted."""
     artifact: Path | None
     """Adapter or model folder."""
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the newest evaluation, such as eval_loss, and its step; empty without one."""
     findings: list[Finding] = field(default_factory=list)
     error: str | None = None
 
@@ -58,6 +60,7 @@ class RunResult:
             **vars(self),
             "run_folder": str(self.run_folder),
             "examples": dict(self.examples),
+            "evaluation": dict(self.evaluation),
             "artifact": str(self.artifact) if self.artifact else None,
             "findings": [finding.as_dict() for finding in self.findings],
         }
@@ -66,7 +69,7 @@ class RunResult:
 def read_result(run_folder: Path) -> RunResult | None:
     """Return the content of summary.json of a run folder; None if it is missing or invalid."""
     try:
-        summary = read_object(run_folder / SUMMARY)
+        summary = {"evaluation": {}, **read_object(run_folder / SUMMARY)}  # older versions wrote none
         artifact = summary["artifact"]
         if not all(is_right(summary[name]) for name, is_right in _SUMMARY.items()):
             return None
@@ -94,6 +97,7 @@ _SUMMARY: Mapping[str, Callable[[Any], bool]] = {
     "examples": lambda value: isinstance(value, dict) and all(map(is_count, value.values())),
     "examples_are_complete": lambda value: isinstance(value, bool),
     "artifact": lambda value: _is_text_or_none(value) and "\0" not in (value or ""),
+    "evaluation": lambda value: isinstance(value, dict) and all(map(is_number, value.values())),
     "findings": lambda value: isinstance(value, list) and all(isinstance(finding, dict) for finding in value),
     "error": _is_text_or_none,
 }
@@ -189,6 +193,20 @@ def steps_done(run_folder: Path) -> int:
     return steps
 
 
+def is_evaluation(line: Mapping[str, Any]) -> bool:
+    """Return whether a line of metrics.jsonl is an evaluation's: each line of a step has its learning rate."""
+    return "learning_rate" not in line
+
+
+def last_evaluation(run_folder: Path, before_step: int) -> dict[str, float]:
+    """Return the newest readable evaluation of metrics.jsonl before a step; empty if there is none."""
+    newest: dict[str, float] = {}
+    for _, line in read_objects(run_folder / METRICS):
+        if line is not None and is_evaluation(line) and all(map(is_number, line.values())):
+            newest = line if is_count(line.get("step")) and line["step"] < before_step else newest
+    return newest
+
+
 def completed_earlier(run_folder: Path, step: int) -> RunResult | None:
     """Return the result of a run that was completed after `step` steps, before this process began."""
     earlier = read_result(run_folder)
@@ -226,7 +244,10 @@ class RunRecord:
             self._result = replace(result, examples=event.rows, examples_are_complete=event.is_complete)
         elif isinstance(event, RunStarted):
             self.has_started = True
-            self._result = replace(result, steps=event.first_step - 1)
+            evaluation = last_evaluation(result.run_folder, event.first_step - event.evaluates_again)
+            self._result = replace(result, steps=event.first_step - 1, evaluation=evaluation)
+        elif isinstance(event, Evaluated):
+            self._result = replace(result, evaluation={"step": event.step, **event.metrics})
         elif isinstance(event, StepEnded):
             self._tokens += round(event.tokens_per_second * event.step_time_s)
             self._time_s += event.step_time_s
