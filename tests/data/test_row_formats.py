@@ -145,6 +145,10 @@ def test_weights_reasoning_and_other_keys() -> None:
         assert convert(messages=[USER, {**ASSISTANT, key: value}]).messages[1].weight == weight
     for key in ("reasoning_content", "reasoning", "thinking"):
         assert convert(messages=[USER, {**ASSISTANT, key: "so"}]).messages[1].reasoning == "so"
+    for part in ({"thinking": "so"}, {"text": "so"}, {"thinking": [{"type": "text", "text": "so"}]}):
+        content = [{"type": "thinking", **part}, {"type": "text", "text": "hello"}]
+        answer = convert(messages=[USER, {"role": "assistant", "content": content}]).messages[1]
+        assert (answer.reasoning, answer.content) == ("so", "hello")
     message = convert(messages=[{**USER, "name": "ann", "tool_calls": None}, ASSISTANT]).messages[0]
     assert message.as_template_input() == {**USER, "name": "ann"}
 

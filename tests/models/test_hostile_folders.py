@@ -13,7 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, JambaConfig
 
 from surefoot import cli, describe_data
 from surefoot.errors import ModelError, SurefootError
@@ -248,6 +248,13 @@ def test_a_tokenizer_that_fails_where_it_is_used_is_refused(folder: Path, tmp_pa
         with suppress(SurefootError):
             report = describe_data({"model": str(folder), "dataset": str(data), "output_dir": str(tmp_path / "run")})
             assert report.refusal is not None
+
+
+@pytest.mark.parametrize("num_experts", [0, 1])
+def test_dense_variants_of_models_with_experts_are_read(tmp_path: Path, num_experts: int) -> None:
+    """Jamba with one expert has none, and its number of experts per token means nothing."""
+    JambaConfig(num_experts=num_experts, num_experts_per_tok=2).save_pretrained(tmp_path)
+    assert load_config(tmp_path).num_experts == num_experts
 
 
 def test_a_device_in_a_folder_is_not_copied(folder: Path) -> None:

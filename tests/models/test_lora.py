@@ -214,6 +214,10 @@ def test_the_choice_of_tokens_has_no_gradient_and_is_in_no_group() -> None:
     assert any("self_attn.q_proj" in name for name in chosen)
     assert "model.layers.1.self_attn.indexer.q_proj" in adaptable_names(model)
     assert not any("indexer" in name for name in chosen)
+    assert not any("indexer" in name for name in find_targets(model, ["q_proj", "k_proj"]).linears)
+    with pytest.raises(ModelError) as caught:
+        find_targets(tiny_model("deepseek_v32"), ["wq_b"])
+    assert "indexer" not in str(caught.value)
 
 
 def test_layers_whose_weights_kernels_read_are_in_no_group() -> None:

@@ -113,5 +113,5 @@ def test_an_unknown_architecture_and_a_missing_tokenizer(tmp_path: Path, model_f
 def test_looking_at_data_needs_no_weights(tmp_path: Path, model_folder: Callable[[str], Path]) -> None:
     shutil.copytree(model_folder("llama"), tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     assert resolve_model(str(tmp_path / "model"), weights=False) == tmp_path / "model"
-    with pytest.raises(ModelError, match=r"weights.* \*\.safetensors"):
+    with pytest.raises(ModelError, match=r"weights.* model\.safetensors"):
         resolve_model(str(tmp_path / "model"))

@@ -24,6 +24,13 @@ def test_rows_of_text(settings: dict[str, Any], tmp_path: Path) -> None:
     assert (check.status, check.text.split()[0]) == ("ok", str(ROWS_PER_FILE)), "no more are looked at"
 
 
+@pytest.mark.parametrize(("truncation", "status"), [("error", "failed"), ("left", "ok"), ("drop", "ok")])
+def test_rows_that_are_too_long_are_named(settings: dict[str, Any], truncation: str, status: str) -> None:
+    check = said(settings, max_length=10, truncation=truncation)
+    assert check.status == status
+    assert ("longer than max_length=10: train.jsonl:1 has " in check.text) == (status == "failed")
+
+
 @pytest.mark.parametrize(("on_bad_row", "status"), [("error", "failed"), ("skip", "warning")])
 def test_a_bad_row_is_named(settings: dict[str, Any], tmp_path: Path, on_bad_row: str, status: str) -> None:
     bad = write_jsonl(tmp_path / "bad.jsonl", [*counting_rows(3), {"messages": []}])

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 import surefoot
 from surefoot.cli import main
@@ -114,13 +116,44 @@ def become_a_run(folder: Path) -> None:
     (folder / "adapter").mkdir()
 
 
+def become_an_unfinished_run(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / "run.yaml").touch()
+
+
 def become_a_pickle(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def change_weights(name: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Path], None]:
+    def change_file(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        value = change(weights.pop(name))
+        added = {name: value} if value is not None else {}
+        save_file(weights | added, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return change_file
+
+
+def point_to(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+
+    return change
+
+
+EXPERT = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
 
 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
+        (change_weights(EXPERT, lambda _: None), rf"{EXPERT} is missing"),
+        (change_weights(EXPERT, lambda weight: weight.T.contiguous()), rf"{EXPERT} has shape "),
+        (change_weights("lm_head.weight", lambda weight: weight.to(torch.uint32)), "lm_head.weight is stored as U32"),
+        (change_config("per_layer_config", {"1": {"num_local_experts": 2}}), "config.json: transformers .* read it"),
+        (change_config("quantization_config", "fp8"), "quantization_config='fp8'; an object"),
+        (point_to("config.json"), "config.json is a pointer of Git LFS"),
         (change_config("num_experts_per_tok", 9), "num_experts_per_tok=9, .* 6 experts"),
         (change_config("num_experts_per_tok", 0), "num_experts_per_tok=0, .* 6 experts"),
         (change_config("intermediate_size", 50), "of another shape .*experts"),
@@ -129,6 +162,7 @@ def become_a_pickle(folder: Path) -> None:
         (drop_last_weight, "1 weights are missing"),
         (become_an_adapter, "adapter of 'some/base'.* init_adapter.* --merge"),
         (become_a_run, "adapter is .*/adapter "),
+        (become_an_unfinished_run, "not ended. `surefoot export "),
         (become_a_pickle, "pytorch_model.bin is not read"),
     ],
 )

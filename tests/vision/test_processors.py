@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Gemma3nConfig
+from transformers import Gemma3nConfig, LlavaOnevisionProcessor
 
-from surefoot import train
+from surefoot import export, train
 from surefoot.config import load_config
 from surefoot.data.model_processor import REFUSED
 from surefoot.errors import ConfigError, DataError, ModelError
-from surefoot.methods.training_data import open_data
 from surefoot.models.build import load_tokenizer
 from surefoot.models.pretrained import meta_model
 from surefoot.planner.devices import Device
@@ -45,11 +44,38 @@ def settings_of(tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize(("kind", "package"), [("mistral3", "torchvision"), ("smolvlm", "num2words")])
 def test_a_processor_whose_package_is_missing_names_it(kind: str, package: str, settings_of: Any) -> None:
-    settings = settings_of(kind)
+    with pytest.raises(DataError, match=rf"rows\.jsonl:1.*preprocessor_config\.json: .*{kind}.*{package}"):
+        train(settings_of(kind), screen=False)
+    with pytest.raises(ConfigError, match=rf"target_modules names vision.*{package}"):
+        train(settings_of(kind, target_modules=["vision"]), screen=False)
+
+
+@pytest.mark.parametrize("kind", ["mistral3", "smolvlm"])
+def test_rows_of_text_need_no_package_of_a_processor(kind: str, settings_of: Any, tmp_path: Path) -> None:
+    rows = write_jsonl(tmp_path / "text.jsonl", counting_rows(6))
+    assert train(settings_of(kind, dataset=str(rows)), screen=False).status == "completed"
+
+
+def test_the_template_of_a_processor_is_that_of_its_model(settings_of: Any, tmp_path: Path) -> None:
+    """Many releases have it in a file that transformers reads for processors alone, and export writes one template."""
+    settings = settings_of("llava_onevision")
     base = Path(settings["model"])
-    loaded = load_config(None, (), settings)
-    with pytest.raises(DataError, match=rf"preprocessor_config\.json: .*{kind}.*{package}"):
-        open_data(loaded, base, load_tokenizer(base), lambda _: None)
+    own = load_tokenizer(base).chat_template
+    (base / "chat_template.jinja").unlink()
+    (base / "chat_template.json").write_text(json.dumps({"chat_template": "CTX " + own}))
+    assert load_tokenizer(base).chat_template == "CTX " + own
+    assert load_tokenizer(base, str(base / "chat_template.json")).chat_template == "CTX " + own
+    run = train(settings, screen=False).run_folder
+    merged = export(run, tmp_path / "merged", merge=True)
+    assert not (merged / "chat_template.json").exists()
+    for template in (
+        load_tokenizer(merged).chat_template,
+        LlavaOnevisionProcessor.get_processor_dict(str(merged))[0]["chat_template"],
+    ):
+        assert template == "CTX " + own
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (base / name).unlink(missing_ok=True)
+    assert load_tokenizer(base).chat_template is None, "without a processor no program reads it"
 
 
 def test_a_processor_without_a_version_for_pillow_names_torchvision(settings_of: Any) -> None:

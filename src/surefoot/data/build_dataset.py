@@ -16,6 +16,7 @@ from surefoot.data.images import ImageSettings
 from surefoot.data.model_processor import (
     PROCESSORS,
     REFUSED,
+    MissingPackage,
     ModelProcessor,
     hash_processor,
     limits_of,
@@ -163,18 +164,14 @@ def open_images(
             )
         return None, REFUSED.get(model.model_type, TEXT_ONLY)
     if processor_file(base) is None:
-        names, setting = " or ".join(PROCESSORS), ""
-        if config.tuning == "full" and not config.freeze_vision_tower:
-            setting, demand = "freeze_vision_tower", "freeze_vision_tower=false"
-        elif config.tuning == "lora" and "vision" in config.target_modules:
-            setting, demand = "target_modules", "target_modules names vision"
-        if setting:
-            raise ConfigError(
-                f"{demand}, but {base} has no {names}, without which no image is read, and the tower would learn from "
-                f"none ({loaded.where(setting)})."
-            )
+        names = " or ".join(PROCESSORS)
+        _check_tower_is_frozen(loaded, f"{base} has no {names}")
         return None, f"the model's folder has no {names}, which says how to cut them"
-    processor = load_model_processor(base, model, tokenizer)
+    try:
+        processor = load_model_processor(base, model, tokenizer)
+    except MissingPackage as error:
+        _check_tower_is_frozen(loaded, str(error))
+        return None, str(error)  # rows of text need none
     image_settings = ImageSettings(
         token=processor.token,
         token_id=int(model.image_token_id),
@@ -195,6 +192,20 @@ def open_images(
     return PixelReader(
         processor, replace(image_settings, processor=str(base), processor_sha256=hash_processor(base))
     ), ""
+
+
+def _check_tower_is_frozen(loaded: LoadedConfig, reason: str) -> None:
+    """Raise ConfigError if the vision tower is trained, where no image can be read."""
+    config = loaded.run
+    if config.tuning == "full" and not config.freeze_vision_tower:
+        setting, demand = "freeze_vision_tower", "freeze_vision_tower=false"
+    elif config.tuning == "lora" and "vision" in config.target_modules:
+        setting, demand = "target_modules", "target_modules names vision"
+    else:
+        return
+    raise ConfigError(
+        f"{demand}, but no image can be read, so the tower would learn from none: {reason} ({loaded.where(setting)})."
+    )
 
 
 def _set_cells(

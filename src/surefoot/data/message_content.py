@@ -46,7 +46,10 @@ class Parts:
                 texts.append(IMAGE)
                 images.append(source_of(part, where))
                 continue
-            value = part.get("value", part.get("text")) if isinstance(part, dict) else None
+            keys = ("value", "text", kind)  # the last is Mistral's {"type": "thinking", "thinking": ...}
+            value = next((part[key] for key in keys if key in part), None) if isinstance(part, dict) else None
+            if kind == "thinking" and isinstance(value, list):  # of parts again
+                value = Parts.read(value, where).text
             if kind in ("text", "input_text", "output_text", "tool_result", "observation"):
                 texts.append(text_of(value, where))
             elif kind in ("reasoning", "thinking"):

@@ -51,6 +51,10 @@ class ImageMeasure:
     """Its tokens that the vision tower fills: rows x columns."""
 
 
+class MissingPackage(DataError):
+    """A processor needs a package that is not installed."""
+
+
 class _ImagesOnly(ProcessorMixin):  # type: ignore[misc]
     """A part of each processor class that is loaded: it accepts that the video and audio parts are None."""
 
@@ -179,7 +183,7 @@ def load_model_processor(
 ) -> ModelProcessor:
     """Load the processor of a model's folder. `tokenizer`: the folder's, which is left unchanged.
 
-    Raises: DataError if it cannot be read, or if it needs a package that is not installed.
+    Raises: DataError if it cannot be read; MissingPackage if it needs a package that is not installed.
     """
     present = processor_file(folder)
     assert present is not None
@@ -189,10 +193,10 @@ def load_model_processor(
         return ModelProcessor(_load_images_only(folder, config, tokenizer), config)
     except ImportError as error:
         reason = " ".join(str(error).split())[:300]
-        raise DataError(
+        advice = " Install torchvision of the same release as torch (torch 2.N goes with torchvision 0.(N + 15))."
+        raise MissingPackage(
             f"{present}: images of {config.model_type} are read by a processor of transformers whose packages are not "
-            f"installed: {reason} Install torchvision of the same release as torch (torch 2.N goes with torchvision "
-            f"0.(N + 15)), or the package named above."
+            f"installed: {reason}{advice if 'torchvision' in reason else ''}"
         ) from error
     except Exception as error:  # its fields are checked in many ways, or not at all
         raise DataError(f"{present}: its image processor cannot be read: {error}") from error

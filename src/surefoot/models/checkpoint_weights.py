@@ -4,6 +4,9 @@ Everything that reads weights of a folder goes through `CheckpointWeights`, so t
 counting see a quantised checkpoint as one in bfloat16.
 """
 
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,48 @@ from surefoot.models.quantization.released import StoredWeight, find_quantizatio
 from surefoot.models.resolve_model import weight_files
 from surefoot.models.safetensors_writer import TYPE_NAMES
 
+SINGLE_EXPERT = re.compile(r"(?P<layer>.*\.experts\.)(?P<number>\d+)(?P<leaf>\..+)")
 TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 """Types of stored tensors by safetensors' names."""
+
+
+def _check_types(weights: Iterable[StoredWeight]) -> None:
+    """Raise ModelError for a weight of a type that no model of transformers has."""
+    for weight in weights:
+        for part in weight.parts.values():
+            if not weight.is_quantised and part.dtype not in TYPES:
+                raise ModelError(
+                    f"{part.place} is stored as {part.dtype}, which is no type of a weight. Other programs quantise "
+                    "into it: take the model's release, or weights in bfloat16."
+                )
+
+
+def _check_single_experts(weights: Mapping[str, StoredWeight]) -> None:
+    """Raise ModelError for an expert that lacks a tensor which others have, or has one of another shape.
+
+    transformers joins single experts into stacks, and does not say which of them is wrong.
+    """
+    stacks: dict[tuple[str, str], dict[int, StoredWeight]] = {}
+    for name, weight in weights.items():
+        if (match := SINGLE_EXPERT.fullmatch(name)) is not None:
+            stacks.setdefault((match["layer"], match["leaf"]), {})[int(match["number"])] = weight
+    numbers: dict[str, set[int]] = {}
+    for (layer, _), experts in stacks.items():
+        numbers.setdefault(layer, set()).update(experts)
+    for (layer, leaf), experts in stacks.items():
+        missing = sorted(numbers[layer] - experts.keys())
+        if missing:
+            raise ModelError(
+                f"{next(iter(experts.values())).values.file.parent}: {layer}{missing[0]}{leaf} is missing, and "
+                f"{len(experts)} other experts of its layer have it. Is a download cut short? Use a complete folder."
+            )
+        usual = max(Counter(weight.shape for weight in experts.values()).items(), key=lambda item: item[1])[0]
+        odd = next((weight for weight in experts.values() if weight.shape != usual), None)
+        if odd is not None:
+            raise ModelError(
+                f"{odd.values.place} has shape {list(odd.shape)}, and other experts of its layer have {list(usual)}. "
+                "The file is damaged, or of another model: fetch it again."
+            )
 
 
 class DequantizedSlice:
@@ -74,13 +117,15 @@ class CheckpointWeights:
         try:
             self.weights = find_weights(files, self.quantization)
         except ValueError as error:
-            raise ModelError(f"{error}. Fetch the file again.") from error
+            raise ModelError(f"{error}. Is the folder complete?") from error
         stored: dict[str, Any] = {}
         for path in files:
             with weight_errors(path):
                 pointer: Any = safe_open(path, framework="pt", backend="pread")
                 names: list[str] = pointer.keys()
                 stored |= {name: pointer.get_slice(name) for name in names}
+        _check_types(self.weights.values())
+        _check_single_experts(self.weights)
         dequantizer = DEQUANTIZERS[self.quantization.method](self.quantization) if self.quantization else None
         self.slices: dict[str, Any] = {}
         """A lazy slice of each weight, by name."""

@@ -36,9 +36,9 @@ PROCESSOR_FILES = (
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
-    "chat_template.json",
 )
-"""Files of models that read images, besides those that their tokenizer saves."""
+"""Files of models that read images, besides those that their tokenizer saves. The chat template is the tokenizer's, in
+chat_template.jinja, which processors read, too."""
 
 
 def write_model(

@@ -100,11 +100,13 @@ def find_targets(model: PreTrainedModel, targets: Iterable[str]) -> LoraTargets:
     """Resolve groups (attention, mlp, experts, router, all, vision) and names to modules and parameters of `model`.
 
     A name matches a linear module or an expert parameter whose full name equals it or ends with `.name`. Modules of a
-    vision tower are matched by full name only, because some have the same names as modules of the decoder.
+    vision tower, and of indexers, which nothing trains, are matched by full name only, because some have the same names
+    as modules of the decoder.
     Raises: ModelError for a target that matches nothing, with the nearest names.
     """
     groups, stacks = _collect_groups(model), dict(expert_stacks(model))
     in_tower, linears = set(groups["vision"]), _linear_names(model)
+    untrained = _in_indexers(model, linears)
     chosen: set[str] = set()
     for target in targets:
         if target in groups:
@@ -116,7 +118,8 @@ def find_targets(model: PreTrainedModel, targets: Iterable[str]) -> LoraTargets:
             matches = {
                 n
                 for n in named
-                if n in spellings or (n.endswith(tuple(f".{name}" for name in spellings)) and n not in in_tower)
+                if n in spellings
+                or (n.endswith(tuple(f".{name}" for name in spellings)) and n not in in_tower | untrained)
             }
         if not matches:
             raise ModelError(_describe_missing_target(target, groups, model))
@@ -154,6 +157,12 @@ def _linear_names(model: PreTrainedModel) -> set[str]:
     return {name for name, module in model.named_modules() if isinstance(module, tuple(ADAPTED_CLASSES))}
 
 
+def _in_indexers(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
+    """Return the names of modules that are in the model's indexers."""
+    prefixes = tuple(f"{name}." for name in indexer_names(model))
+    return {name for name in names if name.startswith(prefixes)}
+
+
 def _collect_groups(model: PreTrainedModel) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = {group: [] for group in GROUPS}
     groups["router"] = router_weight_owners(model)
@@ -165,9 +174,8 @@ def _collect_groups(model: PreTrainedModel) -> dict[str, list[str]]:
         if isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear)
     ]
     prefix = _decoder_prefix(model)
-    untrained = tuple(f"{name}." for name in indexer_names(model))
-    linears = {name for name in _linear_names(model) if not name.startswith(untrained)}
-    linears -= {*groups["vision"], *groups["router"]}
+    linears = _linear_names(model)
+    linears -= {*groups["vision"], *groups["router"], *_in_indexers(model, linears)}
     for name, module in model.named_modules():
         if name in linears and name.startswith(prefix) and (group := _group_of(name, module)) is not None:
             groups[group].append(name)
@@ -210,6 +218,7 @@ def _describe_missing_target(target: str, groups: dict[str, list[str]], model: P
             f"Groups with members: {', '.join(present)}."
         )
     names = adaptable_names(model)
+    names -= _in_indexers(model, names)
     endings = {".".join(name.split(".")[-2:]) for name in names} | {name.split(".")[-1] for name in names}
     near = difflib.get_close_matches(target, [*GROUPS, *sorted(endings)], n=5, cutoff=0.4)
     leaf_names = sorted({name.split(".")[-1] for name in names})

@@ -34,13 +34,16 @@ from surefoot.models.quantization.released import find_quantization
 from surefoot.models.resolve_model import read_json_object
 from surefoot.models.tokenizer_file import check_tokenizer_file
 
+PROCESSOR_TEMPLATE = "chat_template.json"
+"""File of a processor's chat template. transformers reads it for processors alone, whose tokenizers often have another,
+without images, or none."""
 MOST_LAYERS, MOST_EXPERTS, MOST_SIZE = 1000, 100_000, 2**31 - 1
 """Upper bounds of numbers in config.json: creating more modules would take minutes, or overflow."""
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Numbers of a config that every decoder has, and that are 1 or more."""
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names of the number of experts of a layer; 0 or null in dense models."""
-NUM_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
 """Names of the number of experts that a token goes to."""
 NOT_TRAINED = {"paligemma": "its whole prompt attends in both directions, which a packed row of chats does not tell it"}
 """Model types that transformers has and whose samples would be computed otherwise than by transformers."""
@@ -74,16 +77,14 @@ def load_config(folder: Path) -> PreTrainedConfig:
             text = config.get_text_config()
             # A folder does not choose implementations: it could name code of the hub, which transformers would fetch.
             config._attn_implementation = config._experts_implementation = None
+        _check_text_config(path, text)
+    except ModelError:
+        raise
     except Exception as error:  # each architecture checks its fields in its own way; the file is always the cause
         raise ModelError(
             f"{path}: transformers {transformers.__version__} cannot read it: {one_line(error)}. Correct it, or take "
             "the model's own."
         ) from error
-    for name in SIZES:
-        value = getattr(text, name, 1)
-        if type(value) is not int or value < 1:
-            raise ModelError(f"{path}: {name}={shorten(value)}; a whole number above 0 is needed. Correct it.")
-    _check_choice_of_experts(path, text)
     if find_quantization(path) is not None:
         config.dtype = torch.bfloat16
     for part in (config, text):
@@ -115,11 +116,12 @@ def _describe_code(content: Mapping[str, Any]) -> str:
 def _check_numbers(path: Path, content: Mapping[str, Any]) -> None:
     """Raise ModelError for counts and sizes that no model has, before modules are created from them."""
     parts = {"": content}
-    for name in ("text_config", "vision_config"):
+    for name in ("text_config", "vision_config", "quantization_config"):
         part = content.get(name) or {}
         if not isinstance(part, dict):
             raise ModelError(f"{path}: {name}={shorten(part)}; an object is needed. Correct it.")
-        parts[f"{name}."] = part
+        if name != "quantization_config":
+            parts[f"{name}."] = part
     for prefix, part in parts.items():
         for name, value in part.items():
             most = _get_upper_bound(name)
@@ -134,12 +136,16 @@ def _check_numbers(path: Path, content: Mapping[str, Any]) -> None:
                 )
 
 
-def _check_choice_of_experts(path: Path, text: PreTrainedConfig) -> None:
-    """Raise ModelError for a number of experts per token that a layer does not have, or 0, which trains none."""
+def _check_text_config(path: Path, text: PreTrainedConfig) -> None:
+    """Raise ModelError for sizes that no decoder has, and a number of experts per token that a layer does not have."""
+    for name in SIZES:
+        value = getattr(text, name, 1)
+        if type(value) is not int or value < 1:
+            raise ModelError(f"{path}: {name}={shorten(value)}; a whole number above 0 is needed. Correct it.")
     num_experts = next((value for name in NUM_EXPERTS if type(value := getattr(text, name, None)) is int), 0)
-    for name in NUM_CHOSEN:
+    for name in EXPERTS_PER_TOKEN:
         value = getattr(text, name, None)
-        if num_experts and type(value) is int and not 1 <= value <= num_experts:
+        if num_experts > 1 and type(value) is int and not 1 <= value <= num_experts:  # 1 may mean that there is none
             raise ModelError(
                 f"{path}: {name}={value}, and each layer has {num_experts} experts; a number from 1 to {num_experts} "
                 "is needed. Correct it."
@@ -204,8 +210,26 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> PreTrained
     if isinstance(longest, bool) or not isinstance(longest, int | float):
         raise ModelError(f"{settings}: model_max_length={shorten(longest)}; a number is needed. Correct it.")
     if chat_template is not None:
-        tokenizer.chat_template = read_text(Path(chat_template), f"chat_template={chat_template}")
+        tokenizer.chat_template = read_template(chat_template)
+    elif _has_processor_template(folder):
+        tokenizer.chat_template = read_template(str(folder / PROCESSOR_TEMPLATE))
     return tokenizer
+
+
+def _has_processor_template(folder: Path) -> bool:
+    """Return whether the template of a model that reads images is in a file of its processor."""
+    has_processor = any((folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json"))
+    return has_processor and (folder / PROCESSOR_TEMPLATE).is_file() and not (folder / "chat_template.jinja").is_file()
+
+
+def read_template(path: str) -> str:
+    """Return a chat template from a Jinja file, or from a processor's JSON file. Raises: ConfigError, ModelError."""
+    if not path.endswith(".json"):
+        return read_text(Path(path), f"chat_template={path}")
+    template = read_json_object(Path(path)).get("chat_template")
+    if not isinstance(template, str):
+        raise ModelError(f"{path}: chat_template={shorten(template)}; a text is needed.")
+    return template
 
 
 def check_generation_config(folder: Path) -> None:

@@ -20,6 +20,7 @@ from surefoot.errors import ModelError, one_line
 from surefoot.system.atomic_io import cache_folder, new_folder, sha256_of
 from surefoot.system.json_files import is_number, is_size
 from surefoot.system.process import PYTHON
+from surefoot.system.safetensors_header import LFS_POINTER
 
 LOOKS, LOOK_BYTES = 64, 4096
 """Number and size of the blocks read from each weight file to tell it from others."""
@@ -121,9 +122,11 @@ def _check_folder(folder: Path, where: str, weights: bool = True) -> Path:
     if not isinstance(model_type, str):
         raise ModelError(f"{config}: model_type={shorten(model_type)} is not the name of an architecture ({where}).")
     if weights and not weight_files(folder):
-        others = sorted(path.name for path in folder.iterdir() if path.suffix in OTHER_WEIGHTS)
-        fix = f"{others[0]} is not read: take a release" if others else "Is a download cut short? Take a folder"
-        raise ModelError(f"{folder} has a config.json but no weights. {fix} with *.safetensors ({where}).")
+        others = sorted(path.name for path in folder.iterdir() if path.suffix in (*OTHER_WEIGHTS, ".safetensors"))
+        fix = f"{others[0]} is not read: take a release" if others else "Is a download cut short? Take one"
+        raise ModelError(
+            f"{folder} has a config.json but no weights. {fix} with model.safetensors, or its index ({where})."
+        )
     return folder
 
 
@@ -131,13 +134,16 @@ def _describe_other_folder(folder: Path) -> str:
     """Return what a folder without a config.json holds, and what to give instead."""
     if (folder / ADAPTER_CONFIG).is_file():
         base = read_json_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+        named = f"of {shorten(base)}. Give that" if base else "whose config names no base. Give its base"
         return (
-            f"it is an adapter of {shorten(base)}. Give that as model and this folder as init_adapter, or merge them: "
+            f"it is an adapter {named} as model and this folder as init_adapter, or merge them: "
             f"`surefoot export {folder} TARGET --merge`"
         )
-    for name in ("model", "adapter"):
-        if (folder / name).is_dir() and (folder / "run.yaml").is_file():
-            return f"it is the folder of a run. Its {name} is {folder / name}"
+    if (folder / "run.yaml").is_file():
+        kind = next((name for name in ("model", "adapter") if (folder / name).is_dir()), None)
+        if kind is not None:
+            return f"it is the folder of a run. Its {kind} is {folder / kind}"
+        return f"it is the folder of a run that has not ended. `surefoot export {folder} TARGET` writes what it has"
     return (
         f"it has no config.json. It holds {sorted(path.name for path in folder.iterdir())[:5]}. Give the folder that "
         "save_pretrained wrote"
@@ -150,6 +156,8 @@ def read_json_object(path: Path, where: str | None = None) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             text = file.read(min(os.fstat(file.fileno()).st_size or MOST_JSON_BYTES, MOST_JSON_BYTES) + 1)
+        if text.startswith(LFS_POINTER):
+            raise ModelError(f"{path} is a pointer of Git LFS: `git lfs pull` in its folder fetches the file{place}.")
         if len(text) > MOST_JSON_BYTES:
             raise ModelError(f"{path} is longer than {MOST_JSON_BYTES} bytes, so it was not read{place}.")
         content = json.loads(text)

@@ -8,7 +8,6 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from surefoot.config import LoadedConfig, RunConfig
-from surefoot.config.documents import read_text
 from surefoot.data.build_dataset import sources_of
 from surefoot.data.conversation import BadRow, Conversation
 from surefoot.data.file_readers import stream_chunks
@@ -20,6 +19,7 @@ from surefoot.data.template import ChatTemplate
 from surefoot.diagnostics.preflight.check import Check, NotApplicable, Result, fail, ok, run_check
 from surefoot.errors import DataError, SurefootError
 from surefoot.models.build import load_config, load_tokenizer
+from surefoot.models.pretrained import read_template
 from surefoot.models.resolve_model import folder_here
 
 NAME = "first rows"
@@ -45,17 +45,21 @@ def _check_first_rows(loaded: LoadedConfig) -> Result:
         raise NotApplicable(f"they cannot be read: {error}") from error
     template, no_template_reason = None, ""
     try:
-        template = open_template(run, load_run_tokenizer(run, folder))
+        tokenizer = load_run_tokenizer(run, folder)
+        template = open_template(run, tokenizer)
     except (SurefootError, NotApplicable) as error:
         no_template_reason = str(error)
     skips_bad_rows = run.on_bad_row == "skip"
     images = []
+    too_long: list[str] = []
     try:
         for source in sources:
             for place, conversation in _read_first_rows(source):
                 images.append(sum(len(message.images) for message in conversation.messages))
                 if template is not None and (is_vision_model or not images[-1]):
-                    _check_rendering(template, conversation, place)
+                    text = _render(template, conversation, place)
+                    length = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+                    too_long += [f"{place} has {length} tokens"] if length > run.max_length else []
     except BadRow as error:
         fix = (
             "Correct the row, name its columns with `columns`, or give another chat_template. `surefoot data` lists "
@@ -64,6 +68,10 @@ def _check_first_rows(loaded: LoadedConfig) -> Result:
         return fail("SF743", str(error), is_fatal=not skips_bad_rows, fix=fix, where=where)
     except DataError as error:
         return fail("SF743", str(error), is_fatal=True, where=where)
+    if too_long and run.truncation == "error" and not run.row.is_prompt:
+        fix = "Raise max_length, or set truncation: drop, left or right."
+        text = f"{len(too_long)} of {len(images)} are longer than max_length={run.max_length}: {too_long[0]}"
+        return fail("SF743", text, is_fatal=True, fix=fix, where=where)
     if not images:
         raise NotApplicable("the run reads no row from the beginning of a file")
     num_with_images, num_text_only = sum(count > 0 for count in images), sum(count == 0 for count in images)
@@ -104,7 +112,7 @@ def load_run_tokenizer(run: RunConfig, folder: Path) -> PreTrainedTokenizerBase:
 def open_template(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
     """Return the chat template of a run, in which `template` is None if it has none. Raises: SurefootError."""
     if run.chat_template is not None:
-        tokenizer.chat_template = read_text(Path(run.chat_template), f"chat_template={run.chat_template}")
+        tokenizer.chat_template = read_template(run.chat_template)
     source = RendererSource.of(
         tokenizer,
         run.template_variables,
@@ -139,10 +147,10 @@ def _read_first_rows(source: Source) -> Iterator[tuple[str, Conversation]]:
             yield place, conversation
 
 
-def _check_rendering(template: ChatTemplate, conversation: Conversation, place: str) -> None:
-    """Raise BadRow for a row that the chat template cannot render; DataError for a template that cannot be used."""
+def _render(template: ChatTemplate, conversation: Conversation, place: str) -> str:
+    """Return a row's text. Raises: BadRow if the template cannot render it; DataError for an unusable template."""
     try:
-        template.render(conversation)
+        return template.render(conversation).text
     except BadRow as error:
         raise BadRow(f"{place}: {error}") from error
     except DataError as error:
