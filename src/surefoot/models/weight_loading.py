@@ -18,7 +18,7 @@ from transformers.distributed.sharding_utils import DtensorShardOperation
 
 from surefoot.errors import ModelError
 from surefoot.models import attention, vision
-from surefoot.models.checkpoint_weights import CheckpointWeights
+from surefoot.models.checkpoint_weights import CheckpointWeights, check_single_experts
 from surefoot.models.lora import is_lora
 from surefoot.models.pretrained import load_config, meta_model, model_class, quiet_transformers, weight_errors
 from surefoot.models.quantization.base import FLOAT, WeightFormat
@@ -31,6 +31,8 @@ ADVICE_ON_WEIGHTS = {
     "unknown": "Without them the model would compute something else. Does config.json belong to these weights?",
 }
 """Advice on weights that do not fit a model, by the kind of problem."""
+FAILED_CONVERSION = "automatic conversion of the weights"
+"""Part of transformers' message for tensors that it could not join, which it names in its log alone."""
 GLIBC_MOST_BYTES = 1 << 25
 """Upper bound of glibc's own tuning of the threshold for large allocations."""
 
@@ -75,16 +77,21 @@ def load_weights(
         is_streamed = (
             device.type in ("cpu", "meta") or is_sharded or find_quantization(folder / "config.json") is not None
         )
-        model, info = (_streamed(cls, folder, dtype, device) if is_streamed else cls).from_pretrained(
-            str(folder),
-            config=config,
-            dtype=dtype,
-            attn_implementation=vision.attention_of(config, attention.implementation_for(cls, config)),
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are named below
-            local_files_only=True,
-            **options,
-        )
+        try:
+            model, info = (_streamed(cls, folder, dtype, device) if is_streamed else cls).from_pretrained(
+                str(folder),
+                config=config,
+                dtype=dtype,
+                attn_implementation=vision.attention_of(config, attention.implementation_for(cls, config)),
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are named below
+                local_files_only=True,
+                **options,
+            )
+        except RuntimeError as error:
+            if FAILED_CONVERSION in str(error):
+                check_single_experts(CheckpointWeights(folder).weights)
+            raise
     problems = {
         "missing": sorted(name for name in info["missing_keys"] if not is_lora(name)),
         "of another shape": [
@@ -94,6 +101,8 @@ def load_weights(
         ],
         "unknown": sorted(info["unexpected_keys"]),
     }
+    if any(problems.values()):
+        check_single_experts(CheckpointWeights(folder).weights)
     for kind, names in problems.items():
         if names:
             raise ModelError(
