@@ -96,7 +96,7 @@ def describe_data(
     """
     loaded = _load_settings(config, overrides, settings)  # refused before torch is imported
     from surefoot.methods.training_data import describe
-    from surefoot.training.metrics import Screen
+    from surefoot.training.screen import Screen
 
     screen = Screen(1)
     report = describe(loaded, show=show, emit=screen.observe)
@@ -122,7 +122,7 @@ def upcycle(
 def export(run: str | Path, target: str | Path, *, merge: bool = False, step: int | None = None) -> Path:
     """Write the adapter of a run (or of one checkpoint), or with `merge` the model with the adapter merged in."""
     from surefoot.training.export import export as write
-    from surefoot.training.metrics import Screen
+    from surefoot.training.screen import Screen
 
     return write(Path(run), Path(target), merge=merge, step=step, emit=Screen(1).observe)
 

@@ -78,6 +78,10 @@ class StepEnded:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further metrics of the method by name; GRPO: reward, entropy, clip_ratio, policy_version, ..."""
 
+    def is_logged(self, every: int) -> bool:
+        """Return whether the step is shown and logged: each of the interval, and the last."""
+        return self.step % every == 0 or self.is_last
+
 
 @dataclass(frozen=True)
 class Evaluated:

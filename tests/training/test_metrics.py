@@ -1,6 +1,5 @@
 """What is shown and kept of the metrics of a run."""
 
-import io
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -8,17 +7,8 @@ from types import ModuleType
 import pytest
 
 from surefoot.events import Evaluated, RunStarted
-from surefoot.training.metrics import Screen, Tracker, drop_lines_from
+from surefoot.training.metrics import Tracker, drop_lines_from
 from surefoot.training.run_summary import is_evaluation
-
-
-def test_an_evaluation_of_any_method_is_shown() -> None:
-    shown = io.StringIO()
-    for metrics in ({"eval_accuracy": 0.75, "eval_margin": 2.0}, {"eval_tokens": 9.0, "eval_reward": 0.5}, {}):
-        Screen(1, shown).observe(Evaluated(3, metrics))
-    assert shown.getvalue().splitlines() == [
-        "step 3: eval_accuracy 0.7500", "step 3: eval_reward 0.5000", "step 3: evaluated"
-    ]  # fmt: skip
 
 
 def test_a_resume_that_evaluates_again_drops_an_evaluation_of_any_method(tmp_path: Path) -> None:

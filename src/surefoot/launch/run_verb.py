@@ -73,5 +73,6 @@ def train_and_print(loaded: "LoadedConfig", *, as_json: bool) -> int:
         loss += f", eval_loss {result.evaluation['eval_loss']:.4f}" if "eval_loss" in result.evaluation else ""
         place = f"artifact: {result.artifact}" if result.artifact else f"run folder: {result.run_folder}"
         steps = f"{result.steps} step{'s' * (result.steps != 1)}"
-        write(sys.stdout, f"{result.status} after {steps}{loss}{speed}\n{place}\n")
+        resume = "the same command resumes the run\n" if result.status == "interrupted" and result.steps else ""
+        write(sys.stdout, f"{result.status} after {steps}{loss}{speed}\n{place}\n{resume}")
     return DONE if result.status == "completed" else FAILED

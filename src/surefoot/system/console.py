@@ -13,6 +13,8 @@ GONE = (errno.EIO, errno.EPIPE)
 """Errors of a write to a closed terminal, and to a pipe that nobody reads."""
 TAKES_WITHIN_S = 5.0
 """Seconds to wait for the reader of a non-blocking pipe before the output is dropped."""
+CLEAR_LINE = "\r\x1b[K"
+"""What moves a terminal to the beginning of its line, and empties it."""
 STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 
 
@@ -84,15 +86,16 @@ def format_time_left(seconds: float) -> str:
 
 
 def say(text: str) -> None:
-    """Write a line to standard error."""
-    write(sys.stderr, f"{text}\n")
+    """Write a line to standard error; on a terminal in place of a line that is being rewritten there."""
+    write(sys.stderr, f"{CLEAR_LINE if sys.stderr.isatty() else ''}{text}\n")
 
 
 def say_at_once(text: str) -> None:
     """Write a line to standard error from a signal handler: the stream may be full, or in the middle of a line."""
     with suppress(OSError):
         if select.select([], [sys.stderr.fileno()], [], 0)[1]:
-            os.write(sys.stderr.fileno(), f"{text}\n".encode())
+            start = CLEAR_LINE if sys.stderr.isatty() else ""
+            os.write(sys.stderr.fileno(), f"{start}{text}\n".encode())
 
 
 def write(stream: TextIO, text: str) -> None:

@@ -1,11 +1,9 @@
-"""Observers that record a run's events: metrics.jsonl, the screen, TensorBoard, W&B and trackio."""
+"""Observers that record a run's numbers: metrics.jsonl, completions, TensorBoard, W&B and trackio."""
 
 import importlib
 import json
 import logging
 import os
-import sys
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -14,26 +12,20 @@ from typing import Any, TextIO, TypeGuard
 
 from surefoot.errors import ConfigError
 from surefoot.events import (
-    CheckpointSaved,
     CompletionsMade,
-    DataCounted,
     Evaluated,
     Event,
-    FindingMade,
-    Heartbeat,
-    Notice,
     Observer,
     RunEnded,
     RunStarted,
     StepEnded,
 )
 from surefoot.system.atomic_io import raise_storage_error
-from surefoot.system.console import format_time_left, write
 from surefoot.system.json_files import is_count, keep_lines
-from surefoot.training.run_summary import COMPLETIONS, EVAL_COMPLETIONS, METRICS, is_evaluation
+from surefoot.training.run_summary import COMPLETIONS, EVAL_COMPLETIONS, LOG, METRICS, is_evaluation
+from surefoot.training.screen import LogFile, Screen
 
 LOGGER = logging.getLogger(__name__)
-LINE_EVERY_S = 5.0
 
 
 def as_metrics(event: StepEnded | Evaluated) -> dict[str, Any]:
@@ -114,100 +106,9 @@ def drop_lines_from(
         LOGGER.warning("%s: %d lines could not be read and are left out", path, num_damaged)
 
 
-def _is_logged_step(event: StepEnded, every: int) -> bool:
-    return event.step % every == 0 or event.is_last
-
-
 def _has_logged_metrics(event: Event, every: int) -> TypeGuard[StepEnded | Evaluated]:
     """Return whether an event has metrics to log: each evaluation, each step of the interval, and the last step."""
-    return isinstance(event, Evaluated) or (isinstance(event, StepEnded) and _is_logged_step(event, every))
-
-
-SHOWN_ROUNDLY = 10_000_000
-"""Number of parameters from which on one digit after the decimal point of millions is enough."""
-
-
-class Screen:
-    """Progress for a person: one line per logged step, rewritten in place on a terminal."""
-
-    def __init__(self, logging_steps: int, stream: TextIO | None = None) -> None:
-        self._every = logging_steps
-        self._stream = stream if stream is not None else sys.stderr
-        self._live = self._stream.isatty()
-        self._began = time.perf_counter()
-        self._first_step = 1
-        self._last_line = self._began
-
-    def observe(self, event: Event) -> None:
-        if isinstance(event, Heartbeat):
-            if event.text:
-                self._show_preparation(event)
-        elif isinstance(event, DataCounted):
-            rows = ", ".join(f"{count} {name}" for name, count in event.rows.items())
-            held_out = f"; {event.held_out} held out for evaluation" if event.held_out is not None else ""
-            pending = "" if event.is_complete else " (so far; the rest is being prepared)"
-            self._write_line(f"data: rows {rows}{held_out}{pending}")
-        elif isinstance(event, RunStarted):
-            self._began, self._first_step = time.perf_counter(), event.first_step
-            share = event.trainable_parameters / event.all_parameters
-            digits = 1 if event.all_parameters >= SHOWN_ROUNDLY else 2
-            steps = (
-                f"{event.total_steps} step{'s' * (event.total_steps != 1)}, " if event.total_steps is not None else ""
-            )
-            trained, total = event.trainable_parameters / 1e6, event.all_parameters / 1e6
-            self._write_line(
-                f"training {trained:.2f} M of {total:.{digits}f} M parameters ({share:.2%}), "
-                f"{steps}into {event.run_folder}"
-            )
-        elif isinstance(event, StepEnded) and _is_logged_step(event, self._every):
-            self._write(self._format_progress(event), end="\n" if event.is_last or not self._live else "")
-        elif isinstance(event, Evaluated):
-            first = next(iter(event.metrics), None)
-            name = next((metric for metric in ("eval_loss", "eval_reward") if metric in event.metrics), first)
-            self._write_line(f"step {event.step}: {f'{name} {event.metrics[name]:.4f}' if name else 'evaluated'}")
-        elif isinstance(event, CheckpointSaved):
-            self._write_line(f"step {event.step}: checkpoint {event.path.name} ({event.save_time_s:.1f} s)")
-        elif isinstance(event, Notice):
-            self._write_line(event.text)
-        elif isinstance(event, FindingMade):
-            self._write_line(event.finding.as_text())
-
-    def end_line(self) -> None:
-        """End a line that was being rewritten in place."""
-        if self._live:
-            self._write("", end="")
-
-    def _show_preparation(self, event: Heartbeat) -> None:
-        """Show progress in place on a terminal; elsewhere write a line every few seconds, none if it is quick."""
-        now = time.perf_counter()
-        if self._live:
-            self._write(event.text, end="")
-        elif now - self._last_line > LINE_EVERY_S:
-            self._write_line(event.text)
-            self._last_line = now
-
-    def _format_progress(self, event: StepEnded) -> str:
-        done = event.step - self._first_step + 1
-        left_s = (time.perf_counter() - self._began) / done * (event.total_steps - event.step)
-        parts = [
-            f"step {event.step}/{event.total_steps}",
-            f"reward {event.metrics['reward']:.3f}" if "reward" in event.metrics else f"loss {event.loss:.4f}",
-            f"grad {event.grad_norm:.2f}",
-            f"lr {event.learning_rate:.1e}",
-            f"{event.tokens_per_second:.0f} tok/s",
-            f"{event.peak_memory_bytes / 2**30:.1f} GiB",
-            f"ETA {format_time_left(left_s)}",
-        ]
-        if event.expert_load:
-            parts.insert(4, f"expert load {max(event.expert_load):.1f}x")
-        return "  ".join(parts)
-
-    def _write_line(self, text: str) -> None:
-        self._write(text, end="\n")
-
-    def _write(self, text: str, end: str) -> None:
-        start = "\r\x1b[K" if self._live else ""
-        write(self._stream, f"{start}{text}{end}")
+    return isinstance(event, Evaluated) or (isinstance(event, StepEnded) and event.is_logged(every))
 
 
 class TensorBoard:
@@ -278,6 +179,7 @@ def build_observers(run_folder: Path, logging_steps: int, report_to: list[str], 
         MetricsFile(run_folder / METRICS, logging_steps),
         CompletionsFile(run_folder / COMPLETIONS, run_folder / EVAL_COMPLETIONS),
     ]
+    observers.append(LogFile(run_folder / LOG, logging_steps))
     if screen:
         observers.append(Screen(logging_steps))
     for name in report_to:

@@ -23,6 +23,7 @@ from surefoot.training.run_summary import (
     COMPLETIONS,
     EVAL_COMPLETIONS,
     FINDINGS,
+    LOG,
     METRICS,
     SUMMARY,
     drop_findings_before,
@@ -31,7 +32,7 @@ from surefoot.training.run_summary import (
 ENVIRONMENT = "environment.json"
 LOCK = ".lock"
 OWN_FILES = (
-    LOCK, "run.yaml", ENVIRONMENT, METRICS, COMPLETIONS, EVAL_COMPLETIONS, SUMMARY, FINDINGS, "report.html",
+    LOCK, "run.yaml", ENVIRONMENT, METRICS, LOG, COMPLETIONS, EVAL_COMPLETIONS, SUMMARY, FINDINGS, "report.html",
 )  # fmt: skip
 """Files that a run writes into its folder."""
 OWN_ENTRIES = (*OWN_FILES[1:], "events", "evidence", "checkpoints", "adapter", "model", "engine", "tensorboard")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
+LOG = "train.log"
 SUMMARY = "summary.json"
 COMPLETIONS, EVAL_COMPLETIONS = "completions.jsonl", "eval_completions.jsonl"
 FINDINGS = "findings.jsonl"
