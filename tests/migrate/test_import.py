@@ -117,6 +117,25 @@ def test_nothing_is_dropped_in_silence(tmp_path: Path, command: str, said: list[
     assert "-y" not in str(get_values(run).get("dataset"))
 
 
+@pytest.mark.parametrize(
+    ("before", "is_noted"), [("", True), ("USE_HF=0 ", True), ("USE_HF=1 ", False), ("export USE_HF=true; ", False)]
+)
+def test_a_run_may_take_ids_from_hugging_face(tmp_path: Path, before: str, is_noted: bool) -> None:
+    run = import_file(tmp_path / "a.sh", f"{before}swift sft --model iic/m --dataset AI-ModelScope/d MS::a/b")
+    assert {what for what, why in run.left_out.items() if "ModelScope" in why} == {
+        "dataset = MS::a/b", *(["model = iic/m", "dataset = AI-ModelScope/d"] if is_noted else [])
+    }  # fmt: skip
+    assert run.unknown == []
+
+
+def test_settings_that_are_not_needed_are_named_in_one_line(tmp_path: Path) -> None:
+    run = import_file(
+        tmp_path / "a.sh", "swift sft --model m --dataset a.jsonl --attn_impl flash_attn --dataloader_num_workers 4"
+    )
+    assert run.not_needed == ["attn_impl", "dataloader_num_workers"]
+    assert "# not needed here: attn_impl, dataloader_num_workers\n" in run.as_yaml()
+
+
 def test_what_says_the_same_is_not_listed(tmp_path: Path) -> None:
     command = (
         "trl sft --model_name_or_path m --dataset_name d --optim adamw_torch --save_strategy steps "

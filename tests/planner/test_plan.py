@@ -327,9 +327,14 @@ def test_host_memory_that_is_too_small_is_named(capsys: pytest.CaptureFixture[st
     assert "SF716" in [finding["code"] for finding in said["findings"]]
 
 
-def test_the_page_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", str(PLANS / "qwen-72b-lora.yaml"), "device=a100", "price=2"]) == 3
+def test_the_page_of_a_plan_is_that_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
+    documented = re.search(r"\$ surefoot plan (\S+) (.*)\n([^`]*)", (PLANS.parents[1] / "docs/before.md").read_text())
+    assert documented is not None
+    assert cli.main(["plan", str(PLANS.parents[1] / documented[1]), *documented[2].split(), "price=2"]) == 3
     said = capsys.readouterr().out
+    lines = [line for line in documented[3].splitlines() if line not in ("", "...")]
+    assert len(lines) > 8
+    assert [line for line in lines if line not in said.splitlines()] == []
     for part in (
         "device memory of a rank, GiB",
         "DOES NOT FIT",

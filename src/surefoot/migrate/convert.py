@@ -33,6 +33,8 @@ VARIABLES = {
     "MAX_PIXELS": "max_pixels",
     "MIN_PIXELS": "min_pixels",
 }
+USE_HF = "USE_HF"
+"""Variable of ms-swift: ids are those of huggingface.co."""
 SECRET_VARIABLE = re.compile("(?i)(key|token|secret|password)$")
 SECRET_OPTION = re.compile("(?i)((api|access|auth|hub|hf|wandb|swanlab|trackio|mlflow).*(key|token)|secret|password)$")
 LIBRARY_VARIABLES = re.compile(
@@ -144,11 +146,11 @@ def _list_left_out_parts(run: ParsedRun, name: str, value: Any, peer_setting: st
     if name == "datasets" and run.program == "axolotl":
         return list_axolotl_left_out(run, value)
     if name in ("dataset", "val_dataset") and run.program == "ms-swift":
-        return list_swift_left_out(name, value)
+        return list_swift_left_out(name, value, default_hub="HF" if _uses_huggingface(run) else "MS")
     if name == "max_length" and run.program == "TRL" and is_null(value):
         why = "a limit always applies here, 2048 tokens by default: a longer row stops the run, and no row is truncated"
         return {peer_setting: why}
-    if name in ("model", "model_id_or_path") and is_modelscope_id(str(value)):
+    if name in ("model", "model_id_or_path") and is_modelscope_id(str(value)) and not _uses_huggingface(run):
         return {peer_setting: MODELSCOPE_NOTE}
     if name == "report_to":
         unsupported = [tracker for tracker in as_list(value) if tracker not in (*TRACKERS, "none", None)]
@@ -174,8 +176,15 @@ def _record_unmapped_setting(imported: ImportedRun, name: str, value: Any, peer_
     elif name in IGNORED_IF:
         ignored_values, why = IGNORED_IF[name]
         left_out |= {} if isinstance(value, str | bool | None) and value in ignored_values else {peer_setting: why}
-    elif name not in IGNORED:
+    elif name in IGNORED:
+        imported.not_needed.append(name)
+    else:
         imported.unknown.append(peer_setting)
+
+
+def _uses_huggingface(run: ParsedRun) -> bool:
+    """Return whether a run of ms-swift was told to take ids from huggingface.co; they are ModelScope's otherwise."""
+    return str(run.environment.get(USE_HF, run.settings.get("use_hf"))).lower() in ("1", "true")
 
 
 def _carry_variables(imported: ImportedRun) -> None:
@@ -270,7 +279,7 @@ def _sort_settings(imported: ImportedRun) -> None:
 def _list_variables(imported: ImportedRun) -> None:
     """List the environment variables that libraries read themselves, and those that are unknown."""
     for name, value in imported.source.environment.items():
-        if name in LAUNCHER_VARIABLES or name in VARIABLES:
+        if name in LAUNCHER_VARIABLES or name in VARIABLES or name == USE_HF:
             continue
         if LIBRARY_VARIABLES.match(name):
             imported.variables[name] = "(not shown)" if SECRET_VARIABLE.search(name) else value

@@ -38,6 +38,8 @@ class ImportedRun:
     """`peer setting = value` that is not carried -> why."""
     unknown: list[str] = field(default_factory=list)
     """`peer setting = value` entries that are not known."""
+    not_needed: list[str] = field(default_factory=list)
+    """Peer settings of how a result is computed, which is done in one way here."""
     findings: list[Finding] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
     """Environment variables of the command that libraries read themselves."""
@@ -92,6 +94,7 @@ class ImportedRun:
             kind = "not given" if setting.endswith(NOT_GIVEN) else "not carried"
             lines.append(f"# {kind}: {_escape_line(setting.removesuffix(NOT_GIVEN))}: {why}")
         lines += [f"# not known: {_escape_line(setting)}" for setting in self.unknown]
+        lines += [f"# not needed here: {', '.join(self.not_needed)}"] if self.not_needed else []
         lines += [f"# environment, as before: {name}={_escape_line(value)}" for name, value in self.variables.items()]
         return "\n".join(lines) + "\n"
 
@@ -101,6 +104,7 @@ class ImportedRun:
             "settings": {name: value for name, (value, _) in self.settings.items()},
             "left_out": self.left_out,
             "unknown": self.unknown,
+            "not_needed": self.not_needed,
             "environment": self.variables,
             "findings": [finding.as_dict() for finding in self.findings],
         }

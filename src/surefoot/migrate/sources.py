@@ -68,8 +68,11 @@ def parse_swift_source(text: str) -> Any:
     return fields["path"] if len(fields) == 1 else fields
 
 
-def list_swift_left_out(name: str, value: Any) -> dict[str, str]:
-    """Return the meaning of ms-swift's sources that is not carried, each with its reason."""
+def list_swift_left_out(name: str, value: Any, *, default_hub: str) -> dict[str, str]:
+    """Return the meaning of ms-swift's sources that is not carried, each with its reason.
+
+    `default_hub`: HF or MS, the hub of sources that name none.
+    """
     left_out = {}
     for source in value if isinstance(value, list) else [value]:
         match = SWIFT_SOURCE.match(str(source))
@@ -77,7 +80,7 @@ def list_swift_left_out(name: str, value: Any) -> dict[str, str]:
             left_out[f"#{match[5]} of {name} = {source}"] = (
                 "the first rows are taken, whereas ms-swift samples them at random"
             )
-        if match is not None and (match[1] or "MS").upper() == "MS":
+        if match is not None and (match[1] or default_hub).upper() == "MS":
             is_modelscope = match[1] or match[2] or is_modelscope_id(match[4])
             left_out |= {f"{name} = {source}": MODELSCOPE_NOTE} if is_modelscope else {}
     return left_out
