@@ -23,6 +23,7 @@ from surefoot.errors import ModelError
 from surefoot.models.adapter import read_contents
 from surefoot.models.build import load_config, meta_model
 from surefoot.models.checkpoint_weights import CheckpointWeights
+from surefoot.models.pretrained import drop_processor_templates
 from surefoot.models.quantization.released import find_quantization
 from surefoot.models.resolve_model import read_json_object, weight_files
 from surefoot.models.safetensors_writer import INDEX, write_files
@@ -92,6 +93,7 @@ def _write_config(folder: Path, base: Path, model: PreTrainedModel) -> None:
     for name in PROCESSOR_FILES:
         if (base / name).is_file():
             shutil.copy2(base / name, folder)
+    drop_processor_templates(folder)
     if (base / "generation_config.json").is_file():
         shutil.copy2(base / "generation_config.json", folder)
     elif model.generation_config is not None:

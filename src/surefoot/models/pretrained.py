@@ -33,10 +33,11 @@ from surefoot.errors import ModelError, is_panic, one_line
 from surefoot.models.quantization.released import find_quantization
 from surefoot.models.resolve_model import read_json_object
 from surefoot.models.tokenizer_file import check_tokenizer_file
+from surefoot.system.atomic_io import write_json
 
-PROCESSOR_TEMPLATE = "chat_template.json"
-"""File of a processor's chat template. transformers reads it for processors alone, whose tokenizers often have another,
-without images, or none."""
+PROCESSOR_CONFIG, PROCESSOR_TEMPLATE = "processor_config.json", "chat_template.json"
+"""Files that may hold a processor's chat template. transformers reads it for processors alone, whose tokenizers often
+have another, without images, or none."""
 MOST_LAYERS, MOST_EXPERTS, MOST_SIZE = 1000, 100_000, 2**31 - 1
 """Upper bounds of numbers in config.json: creating more modules would take minutes, or overflow."""
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -211,15 +212,33 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> PreTrained
         raise ModelError(f"{settings}: model_max_length={shorten(longest)}; a number is needed. Correct it.")
     if chat_template is not None:
         tokenizer.chat_template = read_template(chat_template)
-    elif _has_processor_template(folder):
-        tokenizer.chat_template = read_template(str(folder / PROCESSOR_TEMPLATE))
+    elif (of_processor := _read_processor_template(folder)) is not None:
+        tokenizer.chat_template = of_processor
     return tokenizer
 
 
-def _has_processor_template(folder: Path) -> bool:
-    """Return whether the template of a model that reads images is in a file of its processor."""
-    has_processor = any((folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json"))
-    return has_processor and (folder / PROCESSOR_TEMPLATE).is_file() and not (folder / "chat_template.jinja").is_file()
+def _read_processor_template(folder: Path) -> str | None:
+    """Return the template that the files of a processor hold, in the order in which transformers takes them."""
+    if not any((folder / name).is_file() for name in ("preprocessor_config.json", PROCESSOR_CONFIG)):
+        return None
+    for name in (PROCESSOR_CONFIG, PROCESSOR_TEMPLATE):
+        if (folder / name).is_file() and read_json_object(folder / name).get("chat_template") is not None:
+            return read_template(str(folder / name))
+    return None
+
+
+def drop_processor_templates(folder: Path) -> bool:
+    """Remove the templates from the files of a processor, which then reads the tokenizer's chat_template.jinja.
+
+    Returns: whether there was one.
+    """
+    had_template = _read_processor_template(folder) is not None
+    (folder / PROCESSOR_TEMPLATE).unlink(missing_ok=True)
+    if (folder / PROCESSOR_CONFIG).is_file():
+        content = read_json_object(folder / PROCESSOR_CONFIG)
+        if content.pop("chat_template", None) is not None:
+            write_json(folder / PROCESSOR_CONFIG, content)
+    return had_template
 
 
 def read_template(path: str) -> str:
@@ -227,6 +246,8 @@ def read_template(path: str) -> str:
     if not path.endswith(".json"):
         return read_text(Path(path), f"chat_template={path}")
     template = read_json_object(Path(path)).get("chat_template")
+    if isinstance(template, dict):
+        template = template.get("default")
     if not isinstance(template, str):
         raise ModelError(f"{path}: chat_template={shorten(template)}; a text is needed.")
     return template

@@ -20,6 +20,7 @@ from surefoot.data.conversation import TEXT_BESIDE_IMAGES_TOKENS
 from surefoot.data.image_processor import Vision
 from surefoot.data.model_processor import (
     GRID,
+    MissingPackage,
     ModelProcessor,
     limits_of,
     load_model_processor,
@@ -65,7 +66,10 @@ def fit_images(run: RunConfig, base: Path, rows: int, length: int) -> ImageBatch
         return None
     vision = config.vision_config
     room = max(1, length - TEXT_BESIDE_IMAGES_TOKENS)
-    processor = load_model_processor(base, config) if processor_file(base) is not None else None
+    try:
+        processor = load_model_processor(base, config) if processor_file(base) is not None else None
+    except MissingPackage:
+        return None  # rows with images would be refused
     if processor is not None and not processor.has_cells:
         largest = _measure_largest(processor, run.max_pixels, rows, room)
         return largest if not largest.tiles else replace(largest, is_counted=_reads_pixels_alone(base))

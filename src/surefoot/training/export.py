@@ -26,7 +26,7 @@ from surefoot.models.dtensor_blocks import load_full
 from surefoot.models.export import in_layers, merge_adapter, name_ends, untrained_names, write_model
 from surefoot.models.generate import end_tokens
 from surefoot.models.lora import LoraSettings, lora_settings
-from surefoot.models.pretrained import PROCESSOR_TEMPLATE
+from surefoot.models.pretrained import drop_processor_templates
 from surefoot.models.quantization.released import find_quantization
 from surefoot.models.resolve_model import folder_here, local_path, resolve_model
 from surefoot.models.stored_layout import StoredLayout
@@ -134,9 +134,9 @@ def _merge_into_base(base: Path, adapter: Path, target: Path, emit: Emit) -> Pat
 
     def finish(folder: Path) -> None:
         own, trained = load_tokenizer(base), _load_tokenizer(adapter, base)
-        if trained.chat_template != own.chat_template or (folder / PROCESSOR_TEMPLATE).is_file():
+        is_elsewhere = drop_processor_templates(folder)
+        if trained.chat_template != own.chat_template or is_elsewhere:
             trained.save_pretrained(folder)
-            (folder / PROCESSOR_TEMPLATE).unlink(missing_ok=True)  # processors read chat_template.jinja, too
         name_ends(folder, answer_ends(trained))
 
     return merge_adapter(base, adapter, target, finish)

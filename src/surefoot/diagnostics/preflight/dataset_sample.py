@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from surefoot.config import LoadedConfig, RunConfig
-from surefoot.data.build_dataset import sources_of
+from surefoot.data.build_dataset import open_images, sources_of
 from surefoot.data.conversation import BadRow, Conversation
 from surefoot.data.file_readers import stream_chunks
 from surefoot.data.model_processor import vision_class
@@ -68,7 +68,7 @@ def _check_first_rows(loaded: LoadedConfig) -> Result:
         return fail("SF743", str(error), is_fatal=not skips_bad_rows, fix=fix, where=where)
     except DataError as error:
         return fail("SF743", str(error), is_fatal=True, where=where)
-    if too_long and run.truncation == "error" and not run.row.is_prompt:
+    if too_long and run.truncation == "error":
         fix = "Raise max_length, or set truncation: drop, left or right."
         text = f"{len(too_long)} of {len(images)} are longer than max_length={run.max_length}: {too_long[0]}"
         return fail("SF743", text, is_fatal=True, fix=fix, where=where)
@@ -79,6 +79,10 @@ def _check_first_rows(loaded: LoadedConfig) -> Result:
     if num_with_images and not is_vision_model:
         fix = "Take a model that reads images, or rows without."
         return fail("SF743", f"{summary}; {TEXT_ONLY}", is_fatal=not skips_bad_rows, fix=fix, where=where)
+    if num_with_images and template is not None:
+        reader, reason = open_images(loaded, folder, load_config(folder), tokenizer)
+        if reader is None:
+            return fail("SF743", f"{summary}, and {reason}", is_fatal=not skips_bad_rows, where=where)
     if template is None:
         raise NotApplicable(f"{len(images)} are read, and not rendered: {no_template_reason}")
     if not num_with_images:
