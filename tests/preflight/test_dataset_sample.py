@@ -25,8 +25,13 @@ def test_rows_of_text(settings: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("truncation", "status"), [("error", "failed"), ("left", "ok"), ("drop", "ok")])
-def test_rows_that_are_too_long_are_named(settings: dict[str, Any], truncation: str, status: str) -> None:
-    check = said(settings, max_length=10, truncation=truncation)
+@pytest.mark.parametrize("method", [{}, {"method": "grpo", "reward_funcs": ["length"], "num_generations": 2}])
+def test_rows_that_are_too_long_are_named(
+    settings: dict[str, Any], method: dict[str, Any], truncation: str, status: str
+) -> None:
+    if method and truncation != "error":
+        pytest.skip("prompts may be cut on one side only")
+    check = said(settings, max_length=10, truncation=truncation, **method)
     assert check.status == status
     assert ("longer than max_length=10: train.jsonl:1 has " in check.text) == (status == "failed")
 

@@ -45,7 +45,19 @@ def test_a_damaged_weight_of_the_base_is_named(settings: dict[str, Any], tmp_pat
     assert name in finding.evidence["weights"]
     assert "learning rate is not the cause" in finding.fix
     assert "files" in finding.fix
+    assert "float32" not in finding.fix, "it is set already"
     assert "with_plain_attention" not in finding.evidence
+
+
+def test_weights_of_the_base_that_are_too_large_are_no_fault_of_steps(settings: dict[str, Any], tmp_path: Path) -> None:
+    folder = copytree(settings["model"], tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.self_attn.v_proj.weight"].fill_(3e38)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    del settings["lora_rank"]
+    finding = finding_of(settings, model=str(folder), tuning="full")
+    assert finding.evidence["largest_trained_weight"] == pytest.approx(3e38)
+    assert "too large" not in finding.cause
 
 
 def test_a_kernel_that_fails_is_told_from_data(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

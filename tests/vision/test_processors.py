@@ -11,6 +11,7 @@ from transformers import Gemma3nConfig, LlavaOnevisionProcessor
 from surefoot import export, train
 from surefoot.config import load_config
 from surefoot.data.model_processor import REFUSED
+from surefoot.diagnostics.preflight.dataset_sample import first_rows
 from surefoot.errors import ConfigError, DataError, ModelError
 from surefoot.models.build import load_tokenizer
 from surefoot.models.pretrained import meta_model
@@ -53,7 +54,16 @@ def test_a_processor_whose_package_is_missing_names_it(kind: str, package: str, 
 @pytest.mark.parametrize("kind", ["mistral3", "smolvlm"])
 def test_rows_of_text_need_no_package_of_a_processor(kind: str, settings_of: Any, tmp_path: Path) -> None:
     rows = write_jsonl(tmp_path / "text.jsonl", counting_rows(6))
-    assert train(settings_of(kind, dataset=str(rows)), screen=False).status == "completed"
+    settings = settings_of(kind, dataset=str(rows))
+    assert train(settings, screen=False).status == "completed"
+    device = Device("cpu", 1 << 40, 1e11, 1e9, is_gpu=False)
+    assert forecast(load_config(None, (), settings).run, Path(settings["model"]), device).fits
+
+
+@pytest.mark.parametrize(("kind", "package"), [("mistral3", "torchvision"), ("smolvlm", "num2words")])
+def test_the_doctor_names_the_package_that_rows_with_images_need(kind: str, package: str, settings_of: Any) -> None:
+    check = first_rows(load_config(None, (), settings_of(kind)))
+    assert (check.status, package in check.text) == ("failed", True)
 
 
 def test_the_template_of_a_processor_is_that_of_its_model(settings_of: Any, tmp_path: Path) -> None:
@@ -73,6 +83,13 @@ def test_the_template_of_a_processor_is_that_of_its_model(settings_of: Any, tmp_
         LlavaOnevisionProcessor.get_processor_dict(str(merged))[0]["chat_template"],
     ):
         assert template == "CTX " + own
+    (base / "chat_template.jinja").write_text("OTHER " + own)
+    assert load_tokenizer(base).chat_template == "CTX " + own, "as transformers' processor"
+    (base / "chat_template.json").write_text('{"chat_template": null}')
+    assert load_tokenizer(base).chat_template == "OTHER " + own
+    (base / "processor_config.json").write_text(json.dumps({"chat_template": {"default": "MAP " + own}}))
+    assert load_tokenizer(base).chat_template == "MAP " + own
+    (base / "chat_template.jinja").unlink()
     for name in ("preprocessor_config.json", "processor_config.json"):
         (base / name).unlink(missing_ok=True)
     assert load_tokenizer(base).chat_template is None, "without a processor no program reads it"

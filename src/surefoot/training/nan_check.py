@@ -71,7 +71,8 @@ def not_finite_finding(
     largest = max(report["largest"] for report in reports)
     evidence["largest_trained_weight"] = float(f"{largest:.3g}")
     if largest > LARGE_WEIGHT:
-        where = f"; trained weights are as large as {largest:.1e}, so the steps before were too large"
+        why = "so the steps before were too large" if step > 1 else "and no step has changed them yet"
+        where = f"; trained weights are as large as {largest:.1e}, {why}"
     if damaged_weights:
         evidence["weights"] = _join_names(damaged_weights, MOST_NAMES)
         where += f"; {evidence['weights']} holds values that are not finite"
@@ -86,12 +87,11 @@ def not_finite_finding(
     cause = f"the {error.what} of step {step} is {error.value}; the weights were not updated with it{where}"
     if step > 1:
         return Finding(code, cause, evidence)
+    other_type = "" if _computes_in_float32(train_context) else " With dtype: float32 fewer numbers overflow."
     if damaged_weights:
-        fix = (
-            "They are those of the model's files: fetch them again, or set dtype: float32 if they overflow in another."
-        )
+        fix = f"They are those of the model's files: fetch them again.{other_type}"
         return Finding(code, cause, evidence, BEFORE_UPDATES + fix)
-    fix = "Look at the rows that are named, and try dtype: float32."
+    fix = f"Look at the rows that are named, and at the weights of the model.{other_type}"
     is_short = max(report["longest"] for report in reports) <= MOST_PLAIN_TOKENS
     if first is not None and is_short and has_packed_attention(train_context.model):
         with attention(train_context.model, "eager"), train_context.phase("forward"):
@@ -104,6 +104,12 @@ def not_finite_finding(
                 "take another version of torch, and report it with this evidence."
             )
     return Finding(code, cause, evidence, BEFORE_UPDATES + fix)
+
+
+def _computes_in_float32(train_context: TrainContext) -> bool:
+    with train_context.forward_context():
+        is_mixed = torch.is_autocast_enabled(train_context.device.type)
+    return train_context.model.dtype == torch.float32 and not is_mixed
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from surefoot.methods.registry import method_of
 from surefoot.models.adapter import check_kind, load_adapter_files
 from surefoot.models.build import load_config, load_tokenizer, meta_model
 from surefoot.models.lora import checked_targets, lora_settings
+from surefoot.models.pretrained import check_generation_config
 from surefoot.models.resolve_model import folder_here, resolve_model
 from surefoot.models.weight_loading import check_weights_fill
 from surefoot.training.expert_parallel import check_experts
@@ -49,6 +50,7 @@ def _check_run(loaded: LoadedConfig) -> Result:
             lora = lora_settings(loaded.run)
             if lora is not None:
                 checked_targets(meta_model(base), lora)
+            check_generation_config(base)
             if weights_of(base) is not None:
                 check_weights_fill(base)
         _check_named_files(loaded)
