@@ -150,13 +150,18 @@ def test_longer_batches_are_no_slowness() -> None:
 def test_a_history_is_judged_by_the_newest_start_of_each_rank() -> None:
     def entries(start: int, wait_s: float) -> list[Entry]:
         made, now = [], 1000.0 * start
-        numbers = {"loss": 1.0, "grad_norm": 1.0, "peak_memory_bytes": 1.0}
+        numbers = {"grad_norm": 1.0, "peak_memory_bytes": 1.0}
         for step in range(1, 61):
             for kind, phase, after_s, values in (
                 ("batch", "", 0.0, {"tokens": 10.0}),
                 ("phase began", "data_wait", 0.0, {}),
                 ("phase ended", "data_wait", wait_s, {}),
-                ("step", "", 0.5, {**numbers, "step_time_s": 0.5 + wait_s, "garbage_s": 0.0}),
+                (
+                    "step",
+                    "",
+                    0.5,
+                    {**numbers, "loss": 1.0 - step / 1000, "step_time_s": 0.5 + wait_s, "garbage_s": 0.0},
+                ),
             ):
                 now += after_s
                 made.append(Entry(0, start, 7, now, kind, phase, step, values))

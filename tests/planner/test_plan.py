@@ -503,7 +503,7 @@ def test_a_price_is_in_the_json_too(
         ("qwen2_moe", {"moe_intermediate_size": None}, "config.json: .* no moe_intermediate_size,"),
         ("qwen2_moe", {"num_experts_per_tok": 0}, "config.json: num_experts_per_tok=0"),
         ("qwen2_moe", {"shared_expert_intermediate_size": -5}, "config.json: shared_expert_intermediate_size=-5 "),
-        ("qwen2_moe", {"num_experts_per_tok": 99}, "config.json: num_experts_per_tok=99 .* 6 experts"),
+        ("qwen2_moe", {"num_experts_per_tok": 99}, "config.json: num_experts_per_tok=99, .* 6 experts"),
         ("llama", {"num_key_value_heads": 0}, "config.json: num_key_value_heads=0 "),
         ("llama", {"head_dim": 0}, "config.json: head_dim=0 "),
     ],

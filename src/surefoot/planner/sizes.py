@@ -206,13 +206,6 @@ def check_fields(base: Path) -> None:
     layers = getattr(config, "num_hidden_layers", 0)
     if isinstance(layers, int) and layers > MAX_LAYERS:
         raise ModelError(f"{path}: num_hidden_layers={layers} is more than the plan supports, {MAX_LAYERS}.")
-    experts_per_token = getattr(config, "num_experts_per_tok", None)
-    if num_experts and experts_per_token == 0:
-        raise ModelError(f"{path}: num_experts_per_tok=0, but each token needs at least one expert. Correct it.")
-    if isinstance(experts_per_token, int) and num_experts and experts_per_token > num_experts:
-        raise ModelError(
-            f"{path}: num_experts_per_tok={experts_per_token} is more than the {num_experts} experts. Correct it."
-        )
     heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     kv_heads = getattr(config, "num_key_value_heads", None)
     if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
