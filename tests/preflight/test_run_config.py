@@ -152,7 +152,7 @@ EXPERT = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
         (change_weights(EXPERT, lambda weight: weight.T.contiguous()), rf"{EXPERT} has shape "),
         (change_weights("lm_head.weight", lambda weight: weight.to(torch.uint32)), "lm_head.weight is stored as U32"),
         (change_config("per_layer_config", {"1": {"num_local_experts": 2}}), "config.json: transformers .* read it"),
-        (change_config("quantization_config", "fp8"), "quantization_config='fp8'; an object"),
+        (change_config("quantization_config", "fp8"), "an unknown method, quantization_config"),
         (point_to("config.json"), "config.json is a pointer of Git LFS"),
         (change_config("num_experts_per_tok", 9), "num_experts_per_tok=9, .* 6 experts"),
         (change_config("num_experts_per_tok", 0), "num_experts_per_tok=0, .* 6 experts"),

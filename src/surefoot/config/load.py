@@ -99,18 +99,14 @@ def load_config(
     last = max((number for number, (key, _) in enumerate(later) if key in DEEPSPEED_KEYS), default=None)
     settings = _Settings(_find_method_class([*entries, *later]))
     # The file's own settings come before those of the DeepSpeed config it points to.
-    problems: list[ConfigError] = []
-    for replaces, number, (key, setting) in [
-        *((False, None, entry) for entry in sorted(entries, key=lambda entry: entry[0] in DEEPSPEED_KEYS)),
-        *((True, number, entry) for number, entry in enumerate(later)),
-    ]:
-        try:
-            if key not in DEEPSPEED_KEYS or number == last:
-                settings.add(key, setting, replace=replaces)
-        except ConfigError as error:
-            problems.append(error)
-    if problems:
-        raise ConfigError("\n".join([*map(str, problems), *_suggest_import(path, [key for key, _ in entries])]))
+    for key, setting in sorted(entries, key=lambda entry: entry[0] in DEEPSPEED_KEYS):
+        if key not in DEEPSPEED_KEYS or last is None:
+            settings.add(key, setting, replace=False)
+    for number, (key, setting) in enumerate(later):
+        if key not in DEEPSPEED_KEYS or number == last:
+            settings.add(key, setting, replace=True)
+    if settings.problems:
+        raise ConfigError("\n".join([*settings.problems, *_suggest_import(path, [key for key, _ in entries])]))
     loaded = LoadedConfig(settings.validate(), settings.places, settings.renamed, settings.notes)
     check_contradictions(loaded)
     return loaded
@@ -162,6 +158,8 @@ class _Settings:
         self._leftover: list[str] = []
         """Entries of DeepSpeed configs that have no counterpart."""
         self.renamed: dict[str, str] = {}
+        self.problems: list[str] = []
+        """Messages about entries that cannot be added."""
 
     @property
     def places(self) -> dict[str, str]:
@@ -184,12 +182,15 @@ class _Settings:
         return notes
 
     def add(self, key: str, setting: Setting, *, replace: bool) -> None:
-        """Add one entry of a file, or with `replace` one that overrides the file. Raises: ConfigError."""
-        check_value(setting.value, key, setting.place)
-        if key not in DEEPSPEED_KEYS:
-            self._add_setting(key, setting, replace=replace)
-        elif setting.value is not None:
-            self._add_deepspeed(setting, replace=replace)
+        """Add one entry of a file, or with `replace` one that overrides the file; if it is wrong, note the problem."""
+        try:
+            check_value(setting.value, key, setting.place)
+            if key not in DEEPSPEED_KEYS:
+                self._add_setting(key, setting, replace=replace)
+            elif setting.value is not None:
+                self._add_deepspeed(setting, replace=replace)
+        except ConfigError as error:
+            self.problems.append(str(error))
 
     def _add_setting(self, key: str, setting: Setting, *, replace: bool) -> None:
         name = ALIASES.get(key, key)

@@ -41,7 +41,7 @@ def check_single_experts(weights: Mapping[str, StoredWeight]) -> None:
     """Raise ModelError for an expert that lacks a tensor which others have, or has one of another shape.
 
     transformers joins single experts into stacks, and does not say which of them it could not join. Some models have
-    tensors of some experts only (LongCat-Flash), so this is asked once it has failed.
+    tensors of some experts only (LongCat-Flash), so call this only after it has failed.
     """
     stacks: dict[tuple[str, str], dict[int, StoredWeight]] = {}
     for name, weight in weights.items():
@@ -86,7 +86,8 @@ class DequantizedSlice:
 
 
 class UnreadTensor(Tensor):
-    """A tensor without values, and none elsewhere: transformers moves those of some conversions to host memory."""
+    """A tensor on the meta device that stays there: transformers moves tensors of some conversions to host memory,
+    which fails for a tensor without values."""
 
     def to(self, device: Any = None, dtype: Any = None) -> Tensor:  # type: ignore[override]  # noqa: ARG002
         return self.as_subclass(Tensor).to("meta", dtype)

@@ -70,6 +70,7 @@ def load_config(folder: Path) -> PreTrainedConfig:
         )
     _check_architecture(path, content)
     _check_numbers(path, content)
+    is_quantised = find_quantization(path) is not None
     try:
         with quiet_transformers():
             config: PreTrainedConfig = AutoConfig.from_pretrained(
@@ -86,7 +87,7 @@ def load_config(folder: Path) -> PreTrainedConfig:
             f"{path}: transformers {transformers.__version__} cannot read it: {one_line(error)}. Correct it, or take "
             "the model's own."
         ) from error
-    if find_quantization(path) is not None:
+    if is_quantised:
         config.dtype = torch.bfloat16
     for part in (config, text):
         if hasattr(part, "quantization_config"):
@@ -117,12 +118,11 @@ def _describe_code(content: Mapping[str, Any]) -> str:
 def _check_numbers(path: Path, content: Mapping[str, Any]) -> None:
     """Raise ModelError for counts and sizes that no model has, before modules are created from them."""
     parts = {"": content}
-    for name in ("text_config", "vision_config", "quantization_config"):
+    for name in ("text_config", "vision_config"):
         part = content.get(name) or {}
         if not isinstance(part, dict):
             raise ModelError(f"{path}: {name}={shorten(part)}; an object is needed. Correct it.")
-        if name != "quantization_config":
-            parts[f"{name}."] = part
+        parts[f"{name}."] = part
     for prefix, part in parts.items():
         for name, value in part.items():
             most = _get_upper_bound(name)

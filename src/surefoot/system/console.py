@@ -14,7 +14,7 @@ GONE = (errno.EIO, errno.EPIPE)
 TAKES_WITHIN_S = 5.0
 """Seconds to wait for the reader of a non-blocking pipe before the output is dropped."""
 CLEAR_LINE = "\r\x1b[K"
-"""What moves a terminal to the beginning of its line, and empties it."""
+"""Control characters that move the cursor to the beginning of the line and clear it."""
 STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 
 

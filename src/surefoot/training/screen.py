@@ -31,6 +31,8 @@ SHOWN_ROUNDLY = 10_000_000
 """Number of parameters from which on one digit after the decimal point of millions is enough."""
 LEAST_BAR, MOST_BAR = 8, 30
 """Columns of the bar; it is left out where fewer are free."""
+LEAST_NEEDED = ("experts", "grad", "memory", "elapsed", "lr", "speed", "left")
+"""Parts of the line in the order in which they are left out of a narrow terminal."""
 STARTING = {"load": "loading the model ...", "tokenize": "preparing data ..."}
 """Phases before the first step -> what is shown on a terminal meanwhile."""
 
@@ -126,10 +128,6 @@ class Screen:
 
     def _write(self, text: str, end: str) -> None:
         write(self._stream, f"{CLEAR_LINE if self._is_live else ''}{text}{end}")
-
-
-LEAST_NEEDED = ("experts", "grad", "memory", "elapsed", "lr", "speed", "left")
-"""Parts of the line in the order in which they are left out of a narrow terminal."""
 
 
 def _join(parts: Mapping[str, str]) -> str:

@@ -51,10 +51,10 @@ def _check_run(loaded: LoadedConfig) -> Result:
             if lora is not None:
                 checked_targets(meta_model(base), lora)
             check_generation_config(base)
-            if weights_of(base) is not None:
-                check_weights_fill(base)
+            weights_of(base)  # a damaged file is reported by `check_model`
+            check_weights_fill(base)
         _check_named_files(loaded)
-    except ValueError as error:  # `check_model` reports a damaged file
+    except ValueError as error:  # of a damaged file
         raise NotApplicable(str(error)) from error
     except (SurefootError, OSError) as error:
         return fail("SF743", str(error), is_fatal=True)
