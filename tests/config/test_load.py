@@ -285,7 +285,7 @@ def test_the_resolved_config_reads_back_the_same(tmp_path: Path) -> None:
 
 
 def test_changed_fields_are_those_that_enter_the_numbers(tmp_path: Path) -> None:
-    run = load(tmp_path, "global_batch_size: 8\n")
+    run = load(tmp_path, "global_batch_size: 8\nlearning_rate: 1e-4\n")
     saved = yaml.safe_load(as_yaml(run))
     assert changed_fields(saved, run) == []
     same = run.model_copy(update={"save_steps": 7, "per_device_train_batch_size": 1, "logging_steps": 3})

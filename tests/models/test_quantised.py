@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from surefoot.diagnostics.preflight.model_size import weights_of
 from surefoot.errors import ModelError
 from surefoot.models.build import build_model
 from surefoot.models.checkpoint_weights import CheckpointWeights
 from surefoot.models.lora import LoraSettings
+from surefoot.models.model_size import weights_of
 from surefoot.models.resolve_model import weight_files
 from tests.support.processes import run_program
 from tests.support.quantised import (

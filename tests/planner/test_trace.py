@@ -35,7 +35,7 @@ LORA = LoraSettings(4, 8, targets=("all",))
 
 def traced(
     folder: Path, lora: LoraSettings | None, *, is_checkpointed: bool = False, layers: int | None = None,
-    twice: bool = False, share: float = 1.0, lengths: list[int] = LENGTHS, dtype: torch.dtype = torch.float32,
+    is_accumulated: bool = False, share: float = 1.0, lengths: list[int] = LENGTHS, dtype: torch.dtype = torch.float32,
 ) -> Trace:  # fmt: skip
     with FakeTensorMode():
         built = build_without_storage(
@@ -44,7 +44,7 @@ def traced(
         )  # fmt: skip
         batch = make_shaped_batch(lengths, sum(lengths) - len(lengths))
         forward = Sft.planned_loss(SFT)(built, batch)
-        return trace_step(built, batch, forward, is_on_gpu=False, twice=twice, gradient_share=share)
+        return trace_step(built, batch, forward, is_on_gpu=False, is_accumulated=is_accumulated, gradient_share=share)
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["plain", "checkpointing"])
@@ -111,7 +111,7 @@ def test_the_peak_of_grpo_is_that_of_real_tensors(loss_type: str, is_kept: bool,
         )
         shaped = make_shaped_batch([prompt + answer] * count, answer * count)
         forward = PlannedPolicyLoss(answer, PolicyLoss.of(config))(built, shaped)
-        told = trace_step(built, shaped, forward, is_on_gpu=False, twice=False)
+        told = trace_step(built, shaped, forward, is_on_gpu=False, is_accumulated=False)
     real = build_model(folder, lora=LORA, device=torch.device("cpu"), dtype=torch.float32)
     kept = [-1.0] * answer if is_kept else None
     one = Trajectory([5] * prompt, [6] * answer, [-1.0] * answer, 0.5, 1.0, "x:1", (), kept, kept)
@@ -169,7 +169,13 @@ def test_each_moment_of_a_deep_model_is_on_the_line(
 
     def of(layers: int | None) -> Trace:
         return traced(
-            tmp_path, None, is_checkpointed=is_checkpointed, layers=layers, lengths=[length], dtype=dtype, twice=True
+            tmp_path,
+            None,
+            is_checkpointed=is_checkpointed,
+            layers=layers,
+            lengths=[length],
+            dtype=dtype,
+            is_accumulated=True,
         )
 
     whole, told = of(None), of(2).with_layers(of(4), 2, 4, 14)
@@ -213,7 +219,7 @@ def test_what_other_ops_read_and_write_is_counted() -> None:
 
 def test_gradients_that_accumulate_are_there_from_the_second_forward_on(model_folder: Folders) -> None:
     folder = model_folder("llama")
-    once, twice = traced(folder, None), traced(folder, None, twice=True)
+    once, twice = traced(folder, None), traced(folder, None, is_accumulated=True)
     assert twice.peak + twice.gradients_at_peak > once.peak + once.gradients_at_peak
     assert once.flops == twice.flops
 
@@ -237,7 +243,7 @@ def test_rows_that_travel_to_experts_are_those_of_two_ranks(tmp_path: Path) -> N
         )  # fmt: skip
         shard_experts(built.model, 2)
         batch = make_shaped_batch([tokens], tokens - 1)
-        told = trace_step(built, batch, Sft.planned_loss(SFT)(built, batch), is_on_gpu=False, twice=False)
+        told = trace_step(built, batch, Sft.planned_loss(SFT)(built, batch), is_on_gpu=False, is_accumulated=False)
     assert sum(told.saved_by_kind.values()) == pytest.approx(saved, rel=0.02)
     assert told.peak == pytest.approx(peak, rel=0.05)
     assert told.exchanged_bytes == 2 * forward_bytes

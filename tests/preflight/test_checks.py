@@ -12,9 +12,9 @@ import pytest
 
 from surefoot.config import LoadedConfig, load_config
 from surefoot.diagnostics.preflight import runner
-from surefoot.diagnostics.preflight.model_size import Weights, weights_of
 from surefoot.diagnostics.preflight.runner import as_text, changes, examine
 from surefoot.findings import CATALOGUE
+from surefoot.models.model_size import Weights, weights_of
 from surefoot.system.machine import Disk, Gpu, Interface
 from tests.support.machines import GIB, LAPTOP, NODE, PORT, bad
 

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 import surefoot
 from surefoot.cli import main
-from surefoot.diagnostics.preflight.model_size import weights_of
 from surefoot.diagnostics.preflight.run_config import NAME
 from surefoot.models.checkpoint_weights import CheckpointWeights
 from surefoot.models.export import merge_adapter
+from surefoot.models.model_size import weights_of
 from surefoot.models.quantization.released import find_quantization
 from surefoot.models.resolve_model import weight_files
 from surefoot.training.checkpoint import list_checkpoints

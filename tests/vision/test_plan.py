@@ -47,7 +47,7 @@ def traced(folder: Path, settings: LoraSettings, *, is_checkpointed: bool, sees:
             packed_attention=ATTENTION,
         )
         batch = make_shaped_batch([LENGTH], TRAINED, add_images(built, IMAGES) if sees else None)
-        return trace_step(built, batch, Sft.planned_loss(SFT)(built, batch), is_on_gpu=False, twice=False)
+        return trace_step(built, batch, Sft.planned_loss(SFT)(built, batch), is_on_gpu=False, is_accumulated=False)
 
 
 def real(model: Any) -> MicroBatch:
@@ -104,6 +104,25 @@ def test_the_peak_is_that_of_real_tensors(
     assert told.flops == pytest.approx(live.flops, rel=0.02)
     blind = traced(vision_folder(kind), lora("attention"), is_checkpointed=is_checkpointed, sees=False)
     assert told.peak > blind.peak + 40_000, "the tower takes something"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_frozen_tower_keeps_nothing_for_a_backward(kind: str, vision_folder: Folders) -> None:
+    """With checkpointing, transformers makes the outputs of all input embeddings need gradients."""
+    folder = vision_folder(kind)
+    plain, checkpointed = (
+        traced(folder, lora("attention"), is_checkpointed=is_checkpointed) for is_checkpointed in (False, True)
+    )
+    assert checkpointed.saved_by_kind["vision"] == plain.saved_by_kind["vision"]
+    built = build_model(
+        folder, lora=lora("attention"), device=torch.device("cpu"), dtype=torch.float32, gradient_checkpointing=True
+    )
+    needs_gradient = []
+    built.model.base_model.visual.register_forward_hook(
+        lambda _module, _inputs, output: needs_gradient.append(output.pooler_output.requires_grad)
+    )
+    SftObjective(built, 0.0).loss(real(built.model), BatchTotals(LENGTH, TRAINED, float(TRAINED))).total.backward()
+    assert needs_gradient == [False]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,12 +4,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from surefoot.config.documents import shorten
-from surefoot.config.schema import MayDiffer, RunConfig
+from surefoot.config.schema import AUTO, MayDiffer, RunConfig
 from surefoot.errors import ConfigError
 
 
 def changed_fields(saved: Mapping[str, Any], run: RunConfig, *, allowed: MayDiffer = MayDiffer.ON_RESUME) -> list[str]:
     """Return each setting that differs from a saved config, unless it is `allowed` to: `seed: 42 -> 7`.
+
+    Settings that are `auto` now will have a value of their own choice.
 
     Raises: ConfigError if the saved config is not a mapping.
     """
@@ -23,7 +25,7 @@ def changed_fields(saved: Mapping[str, Any], run: RunConfig, *, allowed: MayDiff
         free |= {"max_steps", "num_train_epochs"}  # the length of the run affects only its end
     # A version without a setting behaved as the default of that setting.
     before = {name: saved.get(name, field.default) for name, field in fields.items()}
-    compared = [name for name in current if name not in free]
+    compared = [name for name in current if name not in free and current[name] != AUTO]
     changes = [change for name in compared for change in _list_differences(name, before[name], current[name])]
     global_batch, batch, accumulation = (
         size if isinstance(size := saved.get(name), int) else None

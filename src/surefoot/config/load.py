@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -300,7 +300,7 @@ class _Settings:
         """Convert numbers written as text (YAML reads `1e-4` so), values of other trainers, and relative paths."""
         value, field = setting.value, self._fields[name]
         if isinstance(value, str):
-            if NUMBER.match(value) and _is_number_type(field.annotation):
+            if NUMBER.match(value) and is_number_type(field.annotation):
                 value = int(value) if value.isdigit() and len(value) < MOST_DIGITS else float(value)
                 check_value(value, name, setting.place)
             value = VALUE_ALIASES.get(name, {}).get(value, value) if isinstance(value, str) else value
@@ -338,9 +338,10 @@ def _can_be_none(annotation: Any) -> bool:
     return type(None) in get_args(annotation)
 
 
-def _is_number_type(annotation: Any) -> bool:
-    if get_origin(annotation) is UnionType:
-        return any(_is_number_type(part) for part in get_args(annotation))
+def is_number_type(annotation: Any) -> bool:
+    """Return whether a setting of this type may be a number."""
+    if get_origin(annotation) in (Annotated, Union, UnionType):
+        return any(is_number_type(part) for part in get_args(annotation))
     return annotation is float or annotation is int
 
 

@@ -20,6 +20,8 @@ DatasetFormat = Literal["auto", "messages", "sharegpt", "alpaca", "query_respons
 LearningRateSchedule = Literal["linear", "cosine", "constant", "wsd"]
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 T = TypeVar("T")
+AUTO = "auto"
+"""Value of a setting that is chosen when the run starts."""
 EPSILON = 1e-9
 """Tolerance of the finished share of a run: 10 x 0.1 is not exactly 1."""
 
@@ -121,6 +123,8 @@ class RunConfig(BaseModel):
 
     implementation: ClassVar[str]
     """`module:class` of the `Method` that trains with these settings."""
+    learning_rate_share: ClassVar[float] = 1.0
+    """Share of the learning rate of supervised fine-tuning that is usual for the method."""
     row: ClassVar[RowKind] = CONVERSATION
     """Role of a row of the data."""
     sequences_per_row_setting: ClassVar[str | None] = None
@@ -205,12 +209,14 @@ class RunConfig(BaseModel):
 
     global_batch_size: FreeOnResume[int | None] = Field(default=None, gt=0)
     """Sequences (packs, when packing) per step, over all ranks. Default: per-device batch x accumulation x ranks."""
-    per_device_train_batch_size: FreeOnResume[int] = Field(default=4, gt=0)
-    """Most sequences in one forward and backward pass; it changes memory and speed, not the result."""
+    per_device_train_batch_size: FreeOnResume[Annotated[int, Field(gt=0)] | Literal["auto"]] = 4
+    """Most sequences in one forward and backward pass; it changes memory and speed, not the result. `auto`: the most
+    that `surefoot plan` expects to fit, within `global_batch_size`, which is then required."""
     gradient_accumulation_steps: Free[int | None] = Field(default=None, gt=0)
     """Micro-batches per step and rank, as an alternative to `global_batch_size`."""
-    learning_rate: float = Field(default=1e-4, ge=0)
-    """Peak learning rate."""
+    learning_rate: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
+    """Peak learning rate. `auto`: that of published recipes for the tuning and the size of the model, which
+    `training/learning_rate.py` lists with their sources (2e-4 for LoRA up to 30B, 1e-5 for full fine-tuning of 8B)."""
     lr_scheduler_type: LearningRateSchedule = "cosine"
     """Schedule after warm-up. `wsd` (warmup-stable-decay): constant, then linear to `min_lr_ratio` of the peak over the
     last `decay_ratio` of the run."""
@@ -243,8 +249,9 @@ class RunConfig(BaseModel):
     """Where to train. `auto`: the GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the arithmetic. `auto`: bfloat16 on CUDA, float32 on the CPU. Trained weights are float32 either way."""
-    gradient_checkpointing: FreeOnResume[bool] = False
-    """Whether to keep only layer inputs and recompute the rest in the backward pass, with the same expert routing."""
+    gradient_checkpointing: FreeOnResume[bool | Literal["auto"]] = "auto"
+    """Whether to keep only layer inputs and recompute the rest in the backward pass, with the same expert routing.
+    `auto`: on a GPU, if `surefoot plan` expects that the run does not fit without it; on the CPU, never."""
     compile: FreeOnResume[bool] = False
     """Whether to compile the decoder layers with torch.compile: fewer kernels to launch, after a minute or two."""
     nproc_per_node: Free[int] = Field(default=1, gt=0)
@@ -304,7 +311,12 @@ class RunConfig(BaseModel):
         """Global batch size in sequences (packs, when packing); that of one rank until the config is resolved."""
         if self.global_batch_size is not None:
             return self.global_batch_size
-        return self.per_device_train_batch_size * (self.gradient_accumulation_steps or 1)
+        return self.rows_at_a_time * (self.gradient_accumulation_steps or 1)
+
+    @property
+    def rows_at_a_time(self) -> int:
+        """Most sequences in one forward, once `per_device_train_batch_size` is a number."""
+        return int(self.per_device_train_batch_size)
 
     @property
     def sequences_per_row(self) -> int:

@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from surefoot.config.schema import EPSILON, Contradiction, RunConfig
+from surefoot.config.schema import AUTO, EPSILON, Contradiction, RunConfig
 
 ENDPOINT = re.compile(r"^[^\s:]+:(\d{1,5})$")
 MOST_PORT = 65535
@@ -24,9 +24,24 @@ def contradictions(run: RunConfig, non_default: set[str]) -> Iterator[Contradict
 
 def _check_ranks(run: RunConfig) -> Iterator[Contradiction]:
     """Check batch sizes against ranks, the rendezvous endpoint and the webhook."""
-    if run.global_batch_size is not None and run.gradient_accumulation_steps is not None:
+    if run.per_device_train_batch_size == AUTO:
+        if run.global_batch_size is None:
+            yield Contradiction(
+                "per_device_train_batch_size=auto without global_batch_size: the sequences of a step, and with them "
+                "the result, would depend on the memory of the machine. Set global_batch_size",
+                "per_device_train_batch_size",
+            )
+        if run.gradient_accumulation_steps is not None:
+            yield Contradiction(
+                f"per_device_train_batch_size=auto with gradient_accumulation_steps={run.gradient_accumulation_steps}: "
+                "together they would set the size of a step, which global_batch_size does. Drop "
+                "gradient_accumulation_steps",
+                "per_device_train_batch_size",
+                "gradient_accumulation_steps",
+            )
+    elif run.global_batch_size is not None and run.gradient_accumulation_steps is not None:
         ranks = run.nproc_per_node * run.nnodes
-        product = run.per_device_train_batch_size * run.gradient_accumulation_steps * ranks
+        product = run.rows_at_a_time * run.gradient_accumulation_steps * ranks
         if product != run.global_batch_size:
             yield Contradiction(
                 f"global_batch_size={run.global_batch_size} but per_device_train_batch_size="

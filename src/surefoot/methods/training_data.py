@@ -53,7 +53,7 @@ class RunData:
         self.held_out = held_out
         self._config = config
         self._is_checked = False
-        self._rows_each = config.per_device_train_batch_size
+        self._rows_each = config.rows_at_a_time
         self._emit = emit
         self.order = GlobalOrder(
             train,

@@ -5,6 +5,7 @@ from typing import Any
 
 from surefoot.config import load_config
 from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
+from surefoot.config.load import is_number_type
 from surefoot.config.methods import known_fields
 from surefoot.errors import ConfigError
 from surefoot.migrate.imported_run import ImportedRun
@@ -43,7 +44,7 @@ def drop_invalid_settings(imported: ImportedRun) -> None:
             raise _add_location(error, imported)
         name = fixes[-1]
         value, origin = settings[name]
-        if isinstance(value, str) and not re.search("str|Literal|bool", str(known_fields()[name].annotation)):
+        if isinstance(value, str) and is_number_type(known_fields()[name].annotation):
             raise _add_location(error, imported)  # text for a number: the peer would refuse it too
         del settings[name]
         lines = str(error).splitlines()

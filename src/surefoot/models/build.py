@@ -281,6 +281,9 @@ def _prepare_for_training(
     if gradient_checkpointing:
         options: dict[str, Any] = {"use_reentrant": False, "context_fn": kept_choices or keep_layout_on_recompute}
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+        # transformers makes the outputs of input embeddings need gradients, for reentrant checkpointing. A frozen
+        # vision tower would then run a backward.
+        model.disable_input_require_grads()
     return BuiltModel(model, targets, routing, autocast=_is_mixed(model, dtype), isolation=isolation)
 
 

@@ -213,7 +213,7 @@ def _plan_step(run: RunConfig, base: Path, sequences: int, where: Callable[..., 
 
     Raises: ConfigError for more tokens in one forward than plans are made for.
     """
-    rows = min(run.per_device_train_batch_size, sequences)
+    rows = min(run.rows_at_a_time, sequences)
     length = sequence_length(run)
     if rows * length > MAX_FORWARD_TOKENS:
         raise ConfigError(
@@ -226,7 +226,7 @@ def _plan_step(run: RunConfig, base: Path, sequences: int, where: Callable[..., 
         rows=rows,
         length=length,
         images=fit_images(run, base, rows, run.max_row_tokens),
-        is_checkpointed=run.gradient_checkpointing,
+        is_checkpointed=run.gradient_checkpointing is True,
         is_accumulated=sequences > rows,
     )
 

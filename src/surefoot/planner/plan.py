@@ -4,15 +4,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from surefoot.config import LoadedConfig, RunConfig
-from surefoot.diagnostics.monitor.processes import room_bytes
 from surefoot.errors import ConfigError
 from surefoot.findings import Finding
 from surefoot.models.resolve_model import resolve_model
+from surefoot.planner.choose import choose_for_memory
 from surefoot.planner.command import RUN_DEVICES
 from surefoot.planner.devices import DEVICES, GIB, Device, detect_gpu, get_device, measure_cpu
 from surefoot.planner.forecast import Forecast, forecast
 from surefoot.planner.suggest import SettingChanges, format_settings, suggest
 from surefoot.planner.text import format_forecast, list_findings
+from surefoot.system.memory import room_bytes
 
 
 @dataclass(frozen=True)
@@ -23,14 +24,19 @@ class Plan:
     findings: list[Finding]
     changes: list[tuple[SettingChanges, Forecast]]
     price: float
+    chosen: str | None = None
+    """Values of settings that are `auto`, and why."""
 
     def as_text(self) -> str:
-        return format_forecast(self.forecast, self.findings, self.changes, self.price)
+        text = format_forecast(self.forecast, self.findings, self.changes, self.price)
+        return f"{self.chosen}\n\n{text}" if self.chosen is not None else text
 
     def as_dict(self) -> dict[str, Any]:
         return {
             **self.forecast.as_dict(),
             **self._cost_entry(self.forecast),
+            "gradient_checkpointing": self.forecast.run.gradient_checkpointing,
+            "per_device_train_batch_size": self.forecast.run.per_device_train_batch_size,
             "findings": [finding.as_dict() for finding in self.findings],
             "changes": [
                 {
@@ -70,8 +76,9 @@ def plan_run(loaded: LoadedConfig, sheet: str | None, *, host_gib: float, price:
     def forecast_run(candidate: RunConfig, *, is_least: bool = False) -> Forecast:
         return forecast(candidate, base, device, host_free_bytes=host_bytes, where=loaded.where, is_least=is_least)
 
+    run, chosen = choose_for_memory(run, forecast_run, is_on_gpu=device.is_gpu)
     current = forecast_run(run)
-    return Plan(current, list_findings(current, loaded), suggest(current, forecast_run), price)
+    return Plan(current, list_findings(current, loaded), suggest(current, forecast_run), price, chosen)
 
 
 def _find_device(name: str) -> Device:

@@ -11,11 +11,11 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from surefoot.diagnostics.preflight.model_size import pinned_bytes
 from surefoot.errors import ModelError
 from surefoot.models.build import BuiltModel, load_config
 from surefoot.models.decoder_layers import decoder_layers
 from surefoot.models.expert_layouts import experts_of, is_fused_experts
+from surefoot.models.model_size import pinned_bytes
 from surefoot.models.sample_masks import layer_kinds
 
 FP32_BYTES, HALF_BYTES = 4, 2

@@ -86,12 +86,12 @@ def _propose_smaller_rollout_batches(current: Forecast) -> Iterator[SettingChang
 def _propose_same_ranks(current: Forecast) -> Iterator[SettingChanges]:
     run = current.run
     sequences = current.sequences_per_step
-    rows = [n for n in (run.per_device_train_batch_size, 8, 4, 2, 1) if n <= run.per_device_train_batch_size]
+    rows = [n for n in (run.rows_at_a_time, 8, 4, 2, 1) if n <= run.rows_at_a_time]
     options: dict[str, list[Any]] = {
         "offload": [None, "cpu"] if current.device.is_gpu and run.offload is None else [run.offload],
         "zero_stage": [stage for stage in (2, 3) if stage >= run.zero_stage] or [run.zero_stage],
         "expert_parallel_size": _list_expert_sizes(current),
-        "gradient_checkpointing": [run.gradient_checkpointing] if run.gradient_checkpointing else [False, True],
+        "gradient_checkpointing": [True] if run.gradient_checkpointing is True else [False, True],
         "per_device_train_batch_size": list(dict.fromkeys(rows)),
     }
     rollouts = vllm_settings(run)
@@ -140,7 +140,7 @@ def _propose_more_ranks(current: Forecast) -> Iterator[SettingChanges]:
     sizes = [(n, run.nnodes) for n in (2, 4, 8) if n > run.nproc_per_node]
     sizes += [(max(8, run.nproc_per_node), n) for n in (2, 4, 8) if n > run.nnodes]
     for nproc, nodes in ((n, m) for n, m in sizes if n * m <= current.sequences_per_step):
-        for rows in dict.fromkeys((run.per_device_train_batch_size, 1)):
+        for rows in dict.fromkeys((run.rows_at_a_time, 1)):
             yield {
                 "nproc_per_node": nproc, "nnodes": nodes, "zero_stage": 3, "gradient_checkpointing": True,
                 "per_device_train_batch_size": rows, "global_batch_size": current.sequences_per_step,

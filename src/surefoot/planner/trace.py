@@ -32,6 +32,7 @@ from surefoot.planner.expert_dispatch import Exchange, exchanged_bytes
 from surefoot.planner.op_costs import ATTEND, ATTENTION_OPS, count_flops, count_moved_bytes, list_tensors
 
 ATTENTION = "surefoot_plan"
+READ_DEVICE = torch.ops.prim.device.default
 Moment = tuple[int, int, int]
 """Bytes that are alive at once: (all tensors but gradients, unsharded gradients, logits among the former)."""
 
@@ -129,6 +130,8 @@ class _LiveTensors(TorchDispatchMode):
         self._excluded_keys = {storage._cdata for storage in self._excluded_storages}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is READ_DEVICE:  # more than half of all calls; FakeTensorMode takes long to find it
+            return args[0].fake_device
         output = func(*args, **(kwargs or {}))
         for tensor in list_tensors(output):
             self._track_tensor(tensor)
@@ -137,11 +140,6 @@ class _LiveTensors(TorchDispatchMode):
         elif not func.is_view:
             self.moved += count_moved_bytes(func, (args, kwargs), output)
         return output
-
-    def begin_pass(self) -> None:
-        """Begin another micro-batch, whose backward goes through all layers again."""
-        self._layers_with_gradients.clear()
-        self._num_entered, self._is_backward = 0, False
 
     def begin_backward(self) -> None:
         """Begin the backward; layers that are entered from now on are recomputed."""
@@ -177,10 +175,15 @@ class _LiveTensors(TorchDispatchMode):
         storage = parameter.grad.untyped_storage()
         tracked = self._alive.pop(storage._cdata, None)
         if tracked is not None:
-            self._excluded_storages.append(storage)
-            self._excluded_keys.add(storage._cdata)
-            self.gradients += storage.nbytes()
+            self.add_gradient(parameter.grad)
             self._subtract(storage.nbytes(), tracked[1])
+
+    def add_gradient(self, gradient: Tensor) -> None:
+        """Count a tensor that is not tracked as a gradient from now on."""
+        storage = gradient.untyped_storage()
+        self._excluded_storages.append(storage)
+        self._excluded_keys.add(storage._cdata)
+        self.gradients += storage.nbytes()
 
     def _track_tensor(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -274,13 +277,13 @@ def trace_step(
     forward: Callable[[], Tensor],
     *,
     is_on_gpu: bool,
-    twice: bool,
+    is_accumulated: bool,
     gradient_share: float = 1.0,
 ) -> Trace:
-    """Run a model of `build_without_storage` over one micro-batch, or over two.
+    """Run a model of `build_without_storage` over one micro-batch.
 
-    Call it in the FakeTensorMode in which the model was built. `forward` returns the loss of `batch`; `twice`: whether
-    gradients are accumulated; `gradient_share`: this rank's share of the gradients.
+    Call it in the FakeTensorMode in which the model was built. `forward` returns the loss of `batch`; `is_accumulated`:
+    whether the gradients of an earlier micro-batch are there; `gradient_share`: this rank's share of the gradients.
     """
     _attention.is_on_gpu = is_on_gpu
     model = built.model
@@ -295,15 +298,17 @@ def trace_step(
     hooks = [parameter.register_post_accumulate_grad_hook(live.keep_gradient) for parameter in parameters]
     is_mixed = built.autocast
     autocast = partial(torch.autocast, "cpu", torch.bfloat16, enabled=is_mixed, cache_enabled=False)
+    if is_accumulated:
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+            live.add_gradient(parameter.grad)
     with _track_kinds(model, live), _track_layers(model, live), live:
-        for _ in range(2 if twice else 1):
-            live.begin_pass()
-            with autocast():
-                loss = forward()
-            saved = dict(live.by_kind)
-            live.begin_backward()
-            loss.backward()
-            del loss
+        with autocast():
+            loss = forward()
+        saved = dict(live.by_kind)
+        live.begin_backward()
+        loss.backward()
+        del loss
     for hook in hooks:
         hook.remove()
     exchanged = exchanged_bytes(model)
@@ -317,9 +322,9 @@ def trace_step(
         gradient_share=gradient_share,
         saved_by_kind={kind: size for kind, size in sorted(saved.items()) if size},
         evaluation=evaluation.forward_moments(),
-        flops=live.flops // (2 if twice else 1),
-        moved_bytes=live.moved // (2 if twice else 1),
-        exchanged_bytes=exchanged // (2 if twice else 1),
+        flops=live.flops,
+        moved_bytes=live.moved,
+        exchanged_bytes=exchanged,
     )
 
 

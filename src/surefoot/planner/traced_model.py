@@ -125,7 +125,7 @@ def trace_of(spec: ModelSpec, step: StepSpec, gradient_share: float, expert_para
                 batch,
                 step.loss(built, batch),
                 is_on_gpu=is_on_gpu,
-                twice=step.is_accumulated,
+                is_accumulated=step.is_accumulated,
                 gradient_share=gradient_share,
             )
 

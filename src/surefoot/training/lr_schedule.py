@@ -23,7 +23,7 @@ def learning_rate_at(step: int, done_before: float, done_after: float, warmup_en
     and else in rows, because the number of steps may be unknown. `warmup_end`: the fraction at which `warmup_steps`
     were done, which a checkpoint keeps. A pure function: a schedule has no other state.
     """
-    peak = config.learning_rate
+    peak = float(config.learning_rate)
     if config.warmup_steps is not None:
         if step < config.warmup_steps:
             return peak * (step + 1) / config.warmup_steps

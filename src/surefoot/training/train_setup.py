@@ -61,7 +61,7 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], config: RunConfig) -
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
-        lr=config.learning_rate,
+        lr=float(config.learning_rate),
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,
         fused=True,
@@ -81,7 +81,7 @@ def build_train_context(
         lora=lora,
         device=device,
         dtype=getattr(torch, config.dtype),
-        gradient_checkpointing=config.gradient_checkpointing,
+        gradient_checkpointing=config.gradient_checkpointing is True,
         compile_layers=config.compile,
         sharding=sharding,
         freeze_vision=config.freeze_vision_tower,

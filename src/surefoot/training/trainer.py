@@ -27,6 +27,7 @@ from surefoot.models.resolve_model import fingerprint, resolve_model
 from surefoot.system.atomic_io import write_json, write_text
 from surefoot.system.process import StopSignal, launcher_number
 from surefoot.training.async_checkpoint import Saver
+from surefoot.training.auto_settings import choose_auto
 from surefoot.training.checkpoint import TrainState, check_resumable, load_checkpoint, read_state
 from surefoot.training.expert_load import ExpertLoadCounter, trains_routers
 from surefoot.training.expert_parallel import check_experts, choose_expert_parallel, describe_choice
@@ -95,7 +96,13 @@ def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: World, *,
         emit = _emit_to([*first, *observers, memory])
         run = _Run(loaded, resume, ranks, emit, Phases(emit, ranks.rank))
         with _recording_failure(run, record, memory):
-            opened = _open(run)
+            base = _find_model(run)
+            with run.phases("load"):
+                chosen, lines = choose_auto(loaded, base, resume.checkpoint, ranks)
+            for line in lines:
+                emit(Notice(line))
+            run = replace(run, loaded=chosen)
+            opened = _open(run, base)
             state = opened.state
             earlier = completed_earlier(folder, state.step) if config.is_over(state.step, state.epoch) else None
             if ranks.broadcast_from_rank0(lambda: earlier is not None):
@@ -203,9 +210,9 @@ class _AssembledRun:
     write_artifact: Callable[[], Path]
 
 
-def _open(run: _Run) -> _OpenedRun:
-    """Find model and data, and the step to resume from: cheap checks that fail most often come first."""
-    loaded, config, ranks, checkpoint = run.loaded, run.loaded.run, run.ranks, run.resume.checkpoint
+def _find_model(run: _Run) -> Path:
+    """Return the folder of the model. Cheap checks that fail most often come first."""
+    loaded, ranks = run.loaded, run.ranks
     renamed = (f"config: {alias} is read as {setting}" for alias, setting in loaded.renamed.items())
     for text in (*renamed, *(f"config: {note}" for note in loaded.notes), *run.resume.notes):
         run.emit(Notice(text))
@@ -214,7 +221,13 @@ def _open(run: _Run) -> _OpenedRun:
 
     with run.phases("load"):
         ranks.local_rank0_first(lambda: check_sources(loaded))  # before a model is fetched
-        base = ranks.local_rank0_first(lambda: resolve_model(config.model, loaded.where("model")))
+        return ranks.local_rank0_first(lambda: resolve_model(loaded.run.model, loaded.where("model")))
+
+
+def _open(run: _Run, base: Path) -> _OpenedRun:
+    """Check the model against the config, open the data, and find the step to resume from."""
+    loaded, config, ranks, checkpoint = run.loaded, run.loaded.run, run.ranks, run.resume.checkpoint
+    with run.phases("load"):
         ranks.local_rank0_first(lambda: check_experts(loaded, base))
         ranks.local_rank0_first(lambda: method_of(config).check_model(loaded, base))
         ranks.local_rank0_first(lambda: check_trained_routers(loaded, ranks.size))

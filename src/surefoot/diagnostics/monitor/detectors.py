@@ -25,6 +25,7 @@ from surefoot.findings import Finding
 from surefoot.findings.reported import ReportedFindings
 from surefoot.system import cgroup
 from surefoot.system.kernel_log import KernelLog, gpu_errors
+from surefoot.system.memory import memory_bytes, room_bytes
 
 DETECT_EVERY_S = 5.0
 COMPARE_EVERY_S = 45.0
@@ -253,10 +254,10 @@ class RankDetector:
         for rank in ranks.values():
             yield from rank.device_memory.findings()
             on_device = rank.device_memory.room_bytes
-            yield rank.peaks.finding(on_device if on_device is not None else processes.room_bytes() / num_here)
+            yield rank.peaks.finding(on_device if on_device is not None else room_bytes() / num_here)
         loads = {number: rank.load for number, rank in ranks.items() if rank.load is not None}
         if len(loads) == num_here:
-            yield memory.find_replicated_load(loads, processes.memory_bytes())
+            yield memory.find_replicated_load(loads, memory_bytes())
         is_due = self._children_timer.is_due(now_s)  # counting the pages of processes takes time
         for rank in ranks.values():
             yield from self._check_limits(rank)
@@ -279,7 +280,7 @@ class RankDetector:
         """Return a finding if the memory of a rank's child processes grows."""
         children = processes.list_descendants(rank.process)
         rank.children.append((rank.step, sum(map(processes.proportional_bytes, children))))
-        names, room = list(map(processes.name_of, children)), processes.room_bytes() / self._run.num_here
+        names, room = list(map(processes.name_of, children)), room_bytes() / self._run.num_here
         return memory.find_growing_helpers(rank.ring.rank, list(rank.children), names, room)
 
 

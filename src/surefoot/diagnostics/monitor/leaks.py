@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping
 from surefoot.diagnostics.monitor.evidence_client import EvidenceClient
 from surefoot.diagnostics.monitor.evidence_server import OBJECTS
 from surefoot.diagnostics.monitor.object_census import Census, read_census
-from surefoot.diagnostics.monitor.processes import room_bytes
 from surefoot.diagnostics.monitor.rank_state import RankState
 from surefoot.diagnostics.rules.memory import UNCOUNTED, name_owner
 from surefoot.findings import Finding
+from surefoot.system.memory import room_bytes
 
 MOST_ASKS = 4
 """Number of requests to a rank that does not respond, as on a busy machine: one at each poll."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from surefoot.config import RunConfig
 from surefoot.diagnostics.preflight.check import CheckContext, NotApplicable, Result, fail, ok
 from surefoot.diagnostics.preflight.gpus import select_gpus
-from surefoot.diagnostics.preflight.model_size import Weights, weights_of
 from surefoot.errors import ModelError
+from surefoot.models.model_size import Weights, weights_of
 from surefoot.models.resolve_model import folder_here, may_be_fetched
 
 GIB = 1 << 30

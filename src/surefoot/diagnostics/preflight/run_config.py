@@ -8,13 +8,13 @@ from surefoot.config.resolve import resolve
 from surefoot.data.build_dataset import open_images
 from surefoot.data.sources import find_sources, is_of_hub
 from surefoot.diagnostics.preflight.check import Check, NotApplicable, Result, fail, ok, run_check
-from surefoot.diagnostics.preflight.model_size import weights_of
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.errors import ConfigError, SurefootError
 from surefoot.methods.registry import method_of
 from surefoot.models.adapter import check_kind, load_adapter_files
 from surefoot.models.build import load_config, load_tokenizer, meta_model
 from surefoot.models.lora import checked_targets, lora_settings
+from surefoot.models.model_size import weights_of
 from surefoot.models.pretrained import check_generation_config
 from surefoot.models.resolve_model import folder_here, resolve_model
 from surefoot.models.weight_loading import check_weights_fill

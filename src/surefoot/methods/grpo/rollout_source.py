@@ -102,7 +102,7 @@ class RolloutSource:
             lambda: list[MicroBatch](
                 completion_batches(
                     current.trajectories,
-                    self._config.per_device_train_batch_size,
+                    self._config.rows_at_a_time,
                     share_prompts=self._share_prompts,
                     is_first_use=use == 0,
                     layout=self._data.layout,

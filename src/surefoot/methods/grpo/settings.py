@@ -43,6 +43,8 @@ class GrpoConfig(RolloutConfig):
     """Settings of a run with `method: grpo`."""
 
     implementation: ClassVar[str] = "surefoot.methods.grpo.method:Grpo"
+    learning_rate_share: ClassVar[float] = 0.1
+    """1e-6 in full and 2e-5 with LoRA for 8B, in the range of TRL's default (1e-6) and its examples with LoRA."""
     sequences_per_row_setting: ClassVar[str] = "num_generations"
 
     method: Literal["grpo"] = "grpo"
