@@ -2,11 +2,15 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import surefoot
 from surefoot.chat import Chat
+from surefoot.errors import ModelError
+from surefoot.models.generate import complete
+from tests.models.architectures import tiny_model
 
 
 @pytest.fixture
@@ -43,3 +47,10 @@ def test_the_conversation_goes_on_until_it_begins_anew(
         ["Be kind.", "four"],
     ]
     assert "new conversation" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["hrm_text", "xlstm"])
+def test_a_model_that_transformers_cannot_generate_with_is_named(name: str, tokenizer: Any) -> None:
+    model = tiny_model(name, vocab_size=len(tokenizer))
+    with pytest.raises(ModelError, match=type(model).__name__):
+        complete(model, tokenizer, [[5, 6, 7]], max_new_tokens=4)

@@ -9,15 +9,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from surefoot.errors import ModelError, StoppedOnFinding
+from surefoot.config import load_config
+from surefoot.errors import ConfigError, ModelError, StoppedOnFinding
 from surefoot.methods.grpo.batch import Trajectory, collate_completions
 from surefoot.methods.grpo.engines.batching import Batching, choose_batching, split_requests
 from surefoot.methods.grpo.engines.local import LocalEngine, RolloutLimits
+from surefoot.methods.grpo.method import Grpo
 from surefoot.methods.grpo.types import Completion, Request, Sampling
 from surefoot.methods.token_loss import TokenLogprobs, text_inputs
-from surefoot.models.build import build_model
+from surefoot.models.build import build_model, meta_model
+from surefoot.models.isolation import longest_at_one_frequency
 from surefoot.models.lora import LoraSettings
-from tests.models.architectures import tiny_model
+from tests.models.architectures import tiny_config, tiny_model
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
 KINDS = ["llama", "qwen2_moe"]
@@ -218,12 +221,46 @@ def test_caches_of_every_kind_give_the_tokens_of_each_prompt_alone(name: str, to
     assert together == alone == backwards == in_waves
 
 
-@pytest.mark.parametrize("name", ["moshi", "hrm_text", "openai-gpt", "recurrent_gemma"])
+@pytest.mark.parametrize("name", ["moshi", "hrm_text", "openai-gpt", "recurrent_gemma", "xlstm"])
 def test_a_model_that_cannot_generate_with_its_cache_is_refused(name: str, tokenizer: Any) -> None:
     """Its cache changes its logits, its forward fails, takes no cache, or returns none."""
     with pytest.raises(ModelError) as refused:
         LocalEngine(tiny_model(name), tokenizer)
     assert type(tiny_model(name)).__name__ in str(refused.value)
+
+
+@pytest.mark.parametrize(("name", "threshold"), [("moshi", 32), ("doge", 24)])
+def test_a_cache_that_is_wrong_once_its_window_is_full_is_refused(name: str, threshold: int, tokenizer: Any) -> None:
+    model = tiny_model(name, times=4)
+    assert threshold in model.config.to_dict().values()
+    LocalEngine(model, tokenizer, limits=RolloutLimits(most_tokens=threshold))  # completions end before it
+    with pytest.raises(ModelError, match="differ by"):
+        LocalEngine(model, tokenizer, limits=RolloutLimits(most_tokens=2 * threshold))
+
+
+@pytest.mark.parametrize("name", ["phi3+longrope", "llama+dynamic_ntk"])
+def test_completions_end_before_position_frequencies_change(
+    name: str, model_folder: Callable[[str], Path], data_file: Path, tmp_path: Path
+) -> None:
+    """Tokens before the change would be drawn with other probabilities than those of the whole sample."""
+    config = tiny_config(name, 128)
+    config.save_pretrained(tmp_path)
+    limit = longest_at_one_frequency(meta_model(tmp_path))
+    assert limit is not None
+    values: dict[str, Any] = {
+        "model": str(tmp_path), "dataset": str(data_file), "output_dir": "o", "method": "grpo",
+        "reward_funcs": ["length"], "max_prompt_length": limit - 4,
+    }  # fmt: skip
+
+    def check(**changes: Any) -> None:
+        Grpo.check_model(load_config(None, [], {**values, **changes}), tmp_path)
+
+    check(max_completion_length=4)
+    check(max_completion_length=400, rollout_engine="vllm", vllm_server="http://localhost:1")
+    with pytest.raises(ConfigError, match=str(limit)):
+        check(max_completion_length=5)
+    plain = load_config(None, [], {**values, "max_completion_length": 400})
+    Grpo.check_model(plain, model_folder("llama"))
 
 
 def test_ranks_agree_on_a_batching() -> None:

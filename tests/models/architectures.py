@@ -17,6 +17,7 @@ from tests.support.shrinking import VOCAB_SIZE, randomise, tiny
 
 ENCODER_DECODER = "encoder-decoder: this class is its decoder alone"
 DRAFTER = "drafts tokens from the states of another model, and has none of its own"
+BOTH_WAYS = "its tokens see those that follow them"
 TIED = "its layers share weights, each with a LoRA pair of its own, so that its adapters cannot be merged"
 
 
@@ -84,7 +85,7 @@ CAUSAL: dict[str, Line] = {
     "cohere_compass_text": Line(
         {"layer_types": ["sliding_attention", "full_attention"], "rope_parameters": ROPE_BY_KIND}
     ),
-    "cpmant": Line(),
+    "cpmant": Line(reason=BOTH_WAYS),
     "ctrl": Line(),
     "cwm": Line(),
     "data2vec-text": Line(DECODER),
@@ -323,7 +324,11 @@ VARIANTS: dict[str, Line] = {
     "qwen3+window": Line({"use_sliding_window": True, "layer_types": WINDOWS}, "qwen3"),
     "qwen3_moe+dense_layer": Line({"mlp_only_layers": [0]}, "qwen3_moe"),
     "mixtral+window": Line({"sliding_window": 8}, "mixtral"),
-    "doge+moe": Line({"is_moe": True, "num_experts": 16}, "doge"),
+    "doge+moe": Line(
+        {"is_moe": True, "num_experts": 16},
+        "doge",
+        reason="its routers mix the tokens of a sample in transformers, so that logits change with tokens that follow",
+    ),
     "falcon+alibi": Line({"alibi": True}, "falcon"),
     "falcon+new_decoder": Line({"new_decoder_architecture": True, "num_kv_heads": 2}, "falcon"),
     "gemma4_text+moe": Line(

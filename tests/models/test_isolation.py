@@ -2,6 +2,7 @@
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +16,13 @@ from surefoot.errors import ModelError
 from surefoot.methods.token_loss import TokenLoss
 from surefoot.models import sample_layout
 from surefoot.models.attention import has_packed_attention, implementation_for
+from surefoot.models.build import build_model
 from surefoot.models.isolation import can_share_prompts, isolate_samples
+from surefoot.models.lora import LoraSettings
 from surefoot.models.sample_layout import SampleLayout, accept_samples, keep_layout_on_recompute, num_positions
 from surefoot.models.sample_masks import NeedsOwnAttentionError, SampleMask
 from tests.models.architectures import model_class_of, tiny_config, tiny_model
+from tests.support.shrinking import randomise
 
 LENGTHS = [13, 7, 17]
 
@@ -342,6 +346,36 @@ def test_an_error_of_the_models_own_code_is_named_with_its_place(error: Exceptio
         isolate_samples(model, torch.float32, is_sharded=False)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("bert", {"is_decoder": False}),
+        ("xlnet", {"attn_type": "bi"}),
+        ("gemma3_text", {"use_bidirectional_attention": True}),
+    ],
+)
+def test_a_model_that_looks_ahead_is_refused(name: str, changes: dict[str, Any]) -> None:
+    """Each token would be shown the one that it must predict."""
+    config = tiny_config(name)
+    for key, value in changes.items():
+        setattr(config, key, value)
+    model = model_class_of(config)._from_config(config, dtype=torch.float32)
+    randomise(model, 0)
+    with pytest.raises(ModelError, match=next(iter(changes))):
+        isolate_samples(model, torch.float32, is_sharded=False)
+
+
+def test_code_that_mixes_types_is_told_to_compute_in_float32() -> None:
+    model = build_llama()
+
+    def fail(*_: object) -> None:
+        torch.ones(1, 1) @ torch.ones(1, 1, dtype=torch.bfloat16)
+
+    model.lm_head.register_forward_pre_hook(fail)
+    with pytest.raises(ModelError, match="dtype: float32"):
+        isolate_samples(model, torch.bfloat16, is_sharded=False)
+
+
 def test_a_part_that_numbers_the_tokens_of_the_row_is_taken_apart() -> None:
     """Its numbers are not the positions in a sample, though they change nothing in the row of the probe."""
     model = build_llama()
@@ -385,3 +419,10 @@ def test_positions_as_complex_numbers_are_those_of_each_sample(name: str) -> Non
         for found, part in zip(row.logits.split(lengths, dim=1), ids.split(lengths, dim=1), strict=True):
             alone = copy.deepcopy(stock)(input_ids=part, use_cache=False).logits
             torch.testing.assert_close(found, alone, atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_is_refused_in_a_type_that_its_code_does_not_compute_in(tmp_path: Path) -> None:
+    tiny_model("xlstm").save_pretrained(tmp_path)
+    lora = LoraSettings(4, 8, targets=("all",))
+    with pytest.raises(ModelError, match="dtype: float32"):
+        build_model(tmp_path, lora=lora, device=torch.device("cpu"), dtype=torch.bfloat16)

@@ -12,7 +12,7 @@ from tests.models.architectures import ARCHITECTURES, tiny_model
 
 CPU = Device("cpu", 1 << 40, 1e11, 1e9, is_gpu=False)
 DECIDES_BY_VALUES = {"blt", "jetmoe", "qwen4_exp", "qwen4_exp_text", "qwen4_exp_text+ngrams", "xlm", "xmod"}
-IN_EVERY_SUITE = {"doge", "gemma4_text+shared_kv", "longcat_flash"}
+IN_EVERY_SUITE = {"openai-gpt", "doge", "gemma4_text+shared_kv", "longcat_flash"}
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ IN_EVERY_SUITE = {"doge", "gemma4_text+shared_kv", "longcat_flash"}
 )
 def test_an_architecture_is_planned(name: str, tmp_path: Path) -> None:
     tiny_model(name).save_pretrained(tmp_path)
-    settings = {"dataset": "rows.jsonl", "output_dir": "run", "max_length": 32, "per_device_train_batch_size": 2}
+    settings = {"dataset": "rows.jsonl", "output_dir": "run", "max_length": 32, "per_device_train_batch_size": 4}
     run = load_config(None, [], {**settings, "model": str(tmp_path), "target_modules": "all", "device": "cpu"}).run
     if name in DECIDES_BY_VALUES:
         with pytest.raises(ModelError, match="decides by values"):

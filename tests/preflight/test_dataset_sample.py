@@ -1,5 +1,6 @@
 """The doctor reads the first rows of a run's data: what is no row is named before a run starts."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -101,3 +102,13 @@ def test_rows_beyond_a_split_are_not_the_runs(settings: dict[str, Any], tmp_path
     assert said(settings, dataset=[{"path": str(bad), "split": "[:35]"}]).status == "failed"
     for split in ("[35:]", "[:-9]", "[:20%]"):
         assert said(settings, dataset=[{"path": str(bad), "split": split}]).status == "not applicable", split
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_named(settings: dict[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(settings["model"], folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 20}))
+    check = said(settings, model=str(folder))
+    assert check.status == "failed"
+    assert "train.jsonl:1: token id " in check.text

@@ -20,6 +20,7 @@ from surefoot.data.cache import CachedFile, renderer_key
 from surefoot.data.file_readers import can_be_entered
 from surefoot.data.images import Image
 from surefoot.data.prepare_pool import Preparation, PrepareOptions
+from surefoot.data.render import check_vocabulary
 from surefoot.data.renderer_source import RendererSource
 from surefoot.data.sample_selection import (
     ChunkSamples,
@@ -294,10 +295,7 @@ class Dataset:
         vocab_size = self.options.vocab_size
         if vocab_size is not None and shard.max_id >= vocab_size:
             sample = int(np.searchsorted(shard.offsets, int(np.argmax(shard.ids)), "right")) - 1
-            raise DataError(
-                f"{self._locate(ref, int(shard.lines[sample]))}: token id {shard.max_id} is outside the model's "
-                f"vocabulary of {vocab_size}. The tokenizer does not belong to the model."
-            )
+            check_vocabulary(shard.max_id, vocab_size, self._locate(ref, int(shard.lines[sample])))
         if not self.options.skip_bad_rows and (problems := problems_in(shard, self._rows_in_use(ref))):
             raise DataError(self._describe_bad_rows(ref, problems))
         return shard

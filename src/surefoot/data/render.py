@@ -282,3 +282,12 @@ class Renderer:
 def _find_overlap(bounds: Sequence[tuple[int, int]], span: Span) -> Span:
     inside = [index for index, (begin, end) in enumerate(bounds) if end > span.begin and begin < span.end]
     return Span(inside[0], inside[-1] + 1, span.weight) if inside else Span(0, 0, span.weight)
+
+
+def check_vocabulary(largest: int, vocab_size: int, place: str) -> None:
+    """Raise DataError for a token id that the model has no embedding for. `place`: of the row that has it."""
+    if largest >= vocab_size:
+        raise DataError(
+            f"{place}: token id {largest} is outside the model's vocabulary of {vocab_size}. The tokenizer does not "
+            "belong to the model."
+        )

@@ -31,6 +31,7 @@ from surefoot.models.isolation import Isolation, isolate_samples, isolate_withou
 from surefoot.models.lora import LoraSettings, LoraTargets, attach, initial_value, is_lora
 from surefoot.models.pretrained import (
     check_generation_config,
+    check_type,
     config_errors,
     load_config,
     load_tokenizer,
@@ -115,11 +116,12 @@ def build_without_storage(
     """
     config = load_config(folder)
     stock = model_class(folder, config)
+    stored = dtype if lora is not None else torch.float32
+    check_type(folder, config, stored)
     if layers is not None:
         _keep_layers(config.get_text_config(), layers)
     is_packed = packed_attention is not None and attention.implementation_for(stock, config) == attention.IMPLEMENTATION
     implementation = packed_attention if is_packed else attention.own_implementation(stock)
-    stored = dtype if lora is not None else torch.float32
     # Initial values are of no use without storage, and some initialisers read them.
     with quiet_transformers(), config_errors(folder), no_init_weights():
         model: PreTrainedModel = stock._from_config(config, dtype=stored, attn_implementation=implementation)
@@ -172,6 +174,8 @@ def build_model(
     KERNEL_LOG.setLevel(logging.ERROR)
     config = load_config(folder)
     stock = model_class(folder, config)
+    stored = dtype if lora is not None else torch.float32
+    check_type(folder, config, stored)
     check_generation_config(folder)
     check_weights_fill(folder)
     frozen = _names_frozen(meta_model(folder), freeze_vision=freeze_vision) if lora is None else set()
@@ -186,7 +190,6 @@ def build_model(
 
     if sharding is not None:
         cls = _add_sharding_to_class(cls, sharding, mark, CheckpointWeights(folder).weights)
-    stored = dtype if lora is not None else torch.float32
     # FSDP expects offloaded parameters on the CPU from the start; the rest moves to the device afterwards.
     is_offloaded = sharding is not None and sharding.is_offloaded
     reads_to = torch.device("cpu") if is_offloaded else device

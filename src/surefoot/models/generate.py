@@ -6,8 +6,10 @@ from contextlib import contextmanager
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from surefoot.errors import InputError
+from surefoot.errors import InputError, ModelError, one_line
 from surefoot.models.attention import own_implementation
+from surefoot.models.decoder_layers import class_name
+from surefoot.models.pretrained import BAD_CONFIG
 from surefoot.models.resolve_model import longest_context
 from surefoot.models.vision import attention
 
@@ -52,7 +54,8 @@ def complete(
 
     `prompts`: token ids from `data.render.tokenize_prompts`. An answer ends where the model's context does. `on_text`
     is given the answer to a single prompt piece by piece, as it is written.
-    Raises: InputError for impossible settings, or a prompt that leaves no room for an answer.
+    Raises: InputError for impossible settings, or a prompt that leaves no room for an answer; ModelError for a model
+    whose generation fails in transformers.
     """
     if max_new_tokens < 1 or not (temperature == 0 or LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE):
         raise InputError(
@@ -121,6 +124,14 @@ def _complete_batch(
     ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
     streamer = _Streamer(tokenizer, on_text) if on_text is not None else None
-    output = model.generate(input_ids=ids, attention_mask=mask, generation_config=settings, streamer=streamer)
+    try:
+        output = model.generate(input_ids=ids, attention_mask=mask, generation_config=settings, streamer=streamer)
+    except torch.OutOfMemoryError:
+        raise
+    except BAD_CONFIG as error:
+        raise ModelError(
+            f"{class_name(model)} cannot generate in transformers: {one_line(error)}. Its "
+            "weights can be used in another program."
+        ) from error
     answers: list[str] = tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)
     return answers

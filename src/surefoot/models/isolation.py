@@ -10,6 +10,7 @@ Independent of data, methods and training.
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,8 +55,8 @@ class Isolation:
 def isolate_samples(model: PreTrainedModel, dtype: torch.dtype, *, is_sharded: bool) -> Isolation:
     """Make the samples of a row independent of each other in every layer, and check that they are. Collective.
 
-    Costs three or four forwards of about 23 tokens. The model has its weights, computes in `dtype` and is not compiled.
-    Raises: ModelError if samples still mix.
+    Costs about five forwards of 23 tokens at most. The model has its weights, computes in `dtype` and is not compiled.
+    Raises: ModelError if samples still mix, or if tokens see those that follow them.
     """
     arguments = accept_samples(model)
     decoder = decoder_of(model)
@@ -84,6 +85,13 @@ def isolate_samples(model: PreTrainedModel, dtype: torch.dtype, *, is_sharded: b
             f"{class_name(model)} mixes samples that share a row: alone, the logits of a sample differ by "
             f"{difference:.1e} of their norm, and nothing that could be run once per sample explains it. {fix}"
         )
+    if probe.looks_ahead():
+        raise ModelError(
+            f"{class_name(model)} looks ahead: a token's logits change with the tokens after it, so training would "
+            "show it the token that it must predict. Models that can attend in one direction need it in config.json: "
+            '"is_decoder": true for the family of BERT, "causal": true for XLM, "attn_type": "uni" for XLNet, '
+            '"use_bidirectional_attention": false for Gemma 3. Otherwise, take another model.'
+        )
     return Isolation(dict(Counter(type(module).__name__ for module in apart)), missing_kernels)
 
 
@@ -95,11 +103,27 @@ def can_share_prompts(model: PreTrainedModel) -> bool:
     return has_packed_attention(model) and not _find_rotary(decoder_of(model))
 
 
+def longest_at_one_frequency(model: PreTrainedModel) -> int | None:
+    """Return the tokens up to which position frequencies are the same for samples of any length; None if for all.
+
+    A longer sample gets other frequencies at all its positions (longrope, dynamic NTK).
+    """
+    limits = []
+    for name in _find_rotary(decoder_of(model)):
+        rotary: Any = decoder_of(model).get_submodule(name)
+        limits.append(int(rotary.original_max_seq_len))
+        settings = rotary.config.rope_parameters
+        for each in settings.values() if isinstance(rotary.rope_type, dict) else [settings]:
+            limits.append(int(each.get("original_max_position_embeddings", limits[0])))
+    return min(limits, default=None)
+
+
 def isolate_without_values(model: PreTrainedModel, *, has_own_attention: bool) -> None:
     """Run the parts once per sample that `isolate_samples` usually finds, but for those of Llama 4. For fake tensors.
 
-    They are the parts that convolve tokens, as recurrent layers do, and, with the model's own attention, those that get
-    a mask of the whole row, unless they share states with other layers. Position embeddings whose frequencies depend on
+    They are the parts that convolve tokens, as recurrent layers do, those with a table of all pairs of positions, and,
+    with the model's own attention, those that get a mask of the whole row, unless they share states with other layers.
+    Position embeddings whose frequencies depend on
     the values of positions get constant ones, of the same size.
     """
     decoder = decoder_of(model)
@@ -107,11 +131,13 @@ def isolate_without_values(model: PreTrainedModel, *, has_own_attention: bool) -
         rotary = decoder.get_submodule(name)
         kinds = rotary.rope_type
         rotary.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"  # type: ignore[assignment]
-    for name, shapes in MixingProbe(model, torch.float32).observe_parts(decoder).items():
+    probe = MixingProbe(model, torch.float32)
+    for name, shapes in probe.observe_parts(decoder).items():
         part = decoder.get_submodule(name)
         is_masked = has_own_attention and any(len(dims) > 1 for dims in shapes.arguments.values())
         is_masked = is_masked and not hasattr(part, "is_kv_shared_layer")
-        if is_masked or any(isinstance(module, nn.Conv1d) for module in part.modules()):
+        convolves = any(isinstance(module, nn.Conv1d) for module in part.modules())
+        if is_masked or convolves or probe.has_table_of_pairs(part):
             run_per_sample(part, shapes, is_stateful=False)
 
 

@@ -40,6 +40,8 @@ LOGITS_TOLERANCE = 0.2
 """The same for logits in low precision, after every layer's rounding and an expert chosen otherwise here and there."""
 MISSING_KERNELS = re.compile(r"keep packed sequences apart without `([^`]+)`")
 """transformers' message for a kernel that is not installed."""
+OTHER_TYPES = re.compile(r"scalar type|same dtype|BFloat16|dtypes? match", re.IGNORECASE)
+"""torch's messages for an op on tensors of different types."""
 MOST_TOKENS = 1000
 """Number of tokens of the vocabulary that the probe draws from."""
 
@@ -80,10 +82,10 @@ class MixingProbe:
                 handle = module.register_forward_hook(observer, prepend=True, with_kwargs=True)
                 hooks.callback(handle.remove)
             self._together = self.run_row()
-        tables = {name for name in observers if self._has_table_of_pairs(decoder.get_submodule(name))}
+        tables = {name for name in observers if self.has_table_of_pairs(decoder.get_submodule(name))}
         return {name: observer.shapes for name, observer in observers.items() if observer.mixes or name in tables}
 
-    def _has_table_of_pairs(self, module: nn.Module) -> bool:
+    def has_table_of_pairs(self, module: nn.Module) -> bool:
         """Return whether a part has a table of all pairs of positions, which ends at those of the longest sample."""
         longest = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         return any(buffer.shape[-2:] == (longest, longest) for buffer in module.buffers())
@@ -123,6 +125,13 @@ class MixingProbe:
         alone = [self._run_alone(ids) for ids in self._ids.split(lengths)]
         return max(map(_relative_difference, together, alone))
 
+    def looks_ahead(self) -> bool:
+        """Return whether the logits of a sample change with a token that follows them."""
+        ids = self._ids[: self._samples.lengths[0]]
+        other = ids[ids != ids[-1]][0]
+        before, after = self._run_alone(ids)[:-1], self._run_alone(torch.cat([ids[:-1], other[None]]))[:-1]
+        return _relative_difference(after, before) > self.tolerance
+
     @contextmanager
     def _forward_errors(self, ids: Tensor) -> Iterator[None]:
         """Turn what a forward raises into a ModelError: the model has its own weights and ordinary tokens."""
@@ -134,10 +143,12 @@ class MixingProbe:
             if missing := MISSING_KERNELS.search(str(error)):
                 raise MissingKernelError(missing[1].replace("_", "-")) from error
             place = traceback.extract_tb(error.__traceback__)[-1]
+            advice = "Check the sizes in config.json, or take a model that transformers runs."
+            if OTHER_TYPES.search(str(error)):
+                advice = "Its code works in float32 alone: set dtype: float32."
             raise ModelError(
                 f"{class_name(self._model)} cannot be run on a row of {len(ids)} tokens: {one_line(error)} "
-                f"({Path(place.filename).name}:{place.lineno}). Check the sizes in config.json, or take a model that "
-                "transformers runs."
+                f"({Path(place.filename).name}:{place.lineno}). {advice}"
             ) from error
 
     @torch.no_grad()

@@ -48,11 +48,22 @@ EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_expe
 """Names of the number of experts that a token goes to."""
 NOT_TRAINED = {"paligemma": "its whole prompt attends in both directions, which a packed row of chats does not tell it"}
 """Model types that transformers has and whose samples would be computed otherwise than by transformers."""
+FLOAT32_ONLY = {"xlstm"}
+"""Model types whose code in transformers mixes float32 with other types."""
 BAD_CONFIG = (
     AssertionError, AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError,
     ZeroDivisionError,
 )  # fmt: skip
 """Exceptions of a model's constructor for an inconsistent config."""
+
+
+def check_type(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> None:
+    """Raise ModelError for a type of the weights that transformers' code of the model does not compute in."""
+    if config.model_type in FLOAT32_ONLY and dtype != torch.float32:
+        raise ModelError(
+            f"{folder / 'config.json'}: transformers computes model_type={config.model_type} with float32 weights "
+            "alone. Set dtype: float32."
+        )
 
 
 def load_config(folder: Path) -> PreTrainedConfig:

@@ -18,6 +18,7 @@ from surefoot.errors import ModelError, one_line
 from surefoot.methods.base import PlannedLoss
 from surefoot.models.build import BuiltModel, build_without_storage
 from surefoot.models.lora import LoraSettings
+from surefoot.models.mixing_probe import OTHER_TYPES
 from surefoot.models.pretrained import BAD_CONFIG
 from surefoot.models.sample_masks import NeedsOwnAttentionError
 from surefoot.planner.expert_dispatch import shard_experts
@@ -89,7 +90,8 @@ def _raise_as_model_error(base: Path) -> Iterator[None]:
             "computes without any. Measure a few steps with max_steps instead."
         ) from error
     except BAD_CONFIG as error:
-        raise ModelError(f"{base / 'config.json'}: cannot forecast this model: {one_line(error)}") from error
+        advice = " Its code may work in float32: try dtype: float32." if OTHER_TYPES.search(str(error)) else ""
+        raise ModelError(f"{base / 'config.json'}: cannot forecast this model: {one_line(error)}.{advice}") from error
 
 
 @lru_cache(maxsize=8)

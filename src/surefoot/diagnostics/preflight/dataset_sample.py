@@ -12,6 +12,7 @@ from surefoot.data.build_dataset import open_images, sources_of
 from surefoot.data.conversation import BadRow, Conversation
 from surefoot.data.file_readers import stream_chunks
 from surefoot.data.model_processor import vision_class
+from surefoot.data.render import check_vocabulary
 from surefoot.data.renderer_source import TEXT_ONLY, RendererSource
 from surefoot.data.row_formats import Reader, format_of
 from surefoot.data.sources import Source, is_of_hub
@@ -40,7 +41,8 @@ def _check_first_rows(loaded: LoadedConfig) -> Result:
     if any(is_of_hub(item) for item in run.dataset):
         raise NotApplicable("data of the hub are fetched when the run starts")
     try:
-        is_vision_model, sources = vision_class(load_config(folder)) is not None, sources_of(loaded, "dataset")
+        config = load_config(folder)
+        is_vision_model, sources = vision_class(config) is not None, sources_of(loaded, "dataset")
     except SurefootError as error:
         raise NotApplicable(f"they cannot be read: {error}") from error
     template, no_template_reason = None, ""
@@ -58,8 +60,9 @@ def _check_first_rows(loaded: LoadedConfig) -> Result:
                 images.append(sum(len(message.images) for message in conversation.messages))
                 if template is not None and (is_vision_model or not images[-1]):
                     text = _render(template, conversation, place)
-                    length = len(tokenizer(text, add_special_tokens=False)["input_ids"])
-                    too_long += [f"{place} has {length} tokens"] if length > run.max_length else []
+                    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+                    check_vocabulary(max(ids, default=0), config.get_text_config().vocab_size, place)
+                    too_long += [f"{place} has {len(ids)} tokens"] if len(ids) > run.max_length else []
     except BadRow as error:
         fix = (
             "Correct the row, name its columns with `columns`, or give another chat_template. `surefoot data` lists "
@@ -80,7 +83,7 @@ def _check_first_rows(loaded: LoadedConfig) -> Result:
         fix = "Take a model that reads images, or rows without."
         return fail("SF743", f"{summary}; {TEXT_ONLY}", is_fatal=not skips_bad_rows, fix=fix, where=where)
     if num_with_images and template is not None:
-        reader, reason = open_images(loaded, folder, load_config(folder), tokenizer)
+        reader, reason = open_images(loaded, folder, config, tokenizer)
         if reader is None:
             return fail("SF743", f"{summary}, and {reason}", is_fatal=not skips_bad_rows, where=where)
     if template is None:

@@ -18,9 +18,10 @@ from surefoot.methods.grpo.loss import GrpoObjective, PlannedPolicyLoss, PolicyL
 from surefoot.methods.grpo.pending import problems_of_pending
 from surefoot.methods.grpo.rewards import Rewards, check_reward
 from surefoot.methods.grpo.rollout_source import RolloutSource
-from surefoot.methods.grpo.settings import grpo_settings
+from surefoot.methods.grpo.settings import GrpoConfig, grpo_settings
 from surefoot.methods.grpo.setup import build_rollout_source, drift_check, open_server, reserve_server_memory
 from surefoot.models.build import BuiltModel, meta_model
+from surefoot.models.isolation import longest_at_one_frequency
 from surefoot.models.routing import router_names
 
 
@@ -41,8 +42,11 @@ class Grpo(Method):
 
     @staticmethod
     def check_model(loaded: LoadedConfig, base: Path) -> None:
-        """Raise ConfigError if the routing of a model without routers is to be replayed. Reads no weights."""
-        replay = grpo_settings(loaded.run).routing_replay
+        """Raise ConfigError if the model lacks what settings ask for. Reads no weights."""
+        settings = grpo_settings(loaded.run)
+        if settings.rollout_engine == "local":
+            _check_frequencies(loaded, settings, base)
+        replay = settings.routing_replay
         if replay != "none" and not router_names(meta_model(base)):
             raise ConfigError(
                 f"routing_replay={replay}, but {loaded.run.model} has no routers whose choices can be recorded. Set "
@@ -141,3 +145,21 @@ class Grpo(Method):
     def _loaded_source(self) -> RolloutSource:
         assert self._source is not None
         return self._source
+
+
+def _check_frequencies(loaded: LoadedConfig, settings: GrpoConfig, base: Path) -> None:
+    """Raise ConfigError if position frequencies may change while a completion is generated.
+
+    Tokens before the change would have other probabilities than training computes for the whole sample.
+    """
+    limit = longest_at_one_frequency(meta_model(base))
+    room, added = settings.max_row_tokens, settings.max_completion_length
+    longest = room + added
+    if limit is not None and longest > limit:
+        name = settings.row_limit_setting
+        raise ConfigError(
+            f"{name}={room} and max_completion_length={added} allow samples of {longest} tokens. {loaded.run.model} "
+            f"changes its position frequencies beyond {limit} tokens (longrope or dynamic NTK): the first tokens of a "
+            "longer completion would be drawn with other probabilities than training computes. Lower them to "
+            f"{limit} together ({loaded.where(name, 'max_completion_length')})."
+        )

@@ -224,6 +224,7 @@ def build_rollout_source(
             limits=RolloutLimits(
                 config.rollout_batch_size,
                 config.rollout_timeout_s,
+                config.max_row_tokens + config.max_added_tokens,
                 _add_heartbeats(context.stop_requested, context.emit),
             ),
         )

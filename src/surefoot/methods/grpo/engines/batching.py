@@ -1,21 +1,26 @@
 """Which requests the local engine generates together: those whose completions do not depend on it."""
 
+import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from surefoot.errors import ModelError
+from surefoot.errors import ModelError, one_line
 from surefoot.methods.grpo.engines.generation_cache import REMEDY
 from surefoot.methods.grpo.types import Request
+from surefoot.models.pretrained import BAD_CONFIG
 
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 LOW_PRECISION_TOLERANCE = 0.2
 """Largest relative difference (of norms) of logits that rounding explains, an expert chosen otherwise included."""
-PROBE_LENGTHS = (3, 8, 8)
-"""Number of tokens of the probe's prompts. The first is mostly padding beside the others."""
+SHORT_TOKENS, LONG_TOKENS = 3, 8
+"""Number of tokens of the probe's first prompt, mostly padding beside the others, and least number of theirs."""
+THRESHOLD = re.compile("window|chunk|topk|local_attention")
+"""Fields of a config.json that may be numbers of tokens beyond which attention changes."""
 PROBE_TOKENS = 2
 """Number of tokens that are generated after each prompt of the probe."""
 MOST_TOKENS = 1000
@@ -38,15 +43,29 @@ ReadPrompts = Callable[[Sequence[list[int]], Sequence[int], Tensor], Tensor]
 """Logits [R, V] after prompts, of which rows are selected, and the further tokens [R, T] of each row."""
 
 
+def probe_length(config: Mapping[str, Any], most_tokens: int | None) -> int:
+    """Return a number of tokens beyond the thresholds of a model that completions of `most_tokens` may reach.
+
+    Caches of windows and chunks are wrong in some models of transformers once they are full (Moshi, Doge).
+    """
+    room = (most_tokens or 0) - PROBE_TOKENS - 2
+    values = [value for name, value in config.items() if THRESHOLD.search(name) and type(value) is int]
+    return max([LONG_TOKENS, *(value + 2 for value in values if value <= room)])
+
+
 def choose_batching(
-    read: ReadPrompts, vocabulary: Sequence[int], agree: Callable[[bool], bool], model_name: str
+    read: ReadPrompts,
+    vocabulary: Sequence[int],
+    agree: Callable[[bool], bool],
+    model_name: str,
+    long_tokens: int = LONG_TOKENS,
 ) -> Batching:
     """Return the first batching in which each row has the logits that it has alone. Collective.
 
-    `read` runs on the model; `agree`: whether a condition holds on all ranks.
+    `read` runs on the model; `agree`: whether a condition holds on all ranks; `long_tokens`: see `probe_length`.
     Raises: ModelError, on all ranks, if the model's own forwards fail or the cache changes what it computes.
     """
-    prompts, tokens = _draw_probe(vocabulary)
+    prompts, tokens = _draw_probe(vocabulary, (SHORT_TOKENS, long_tokens, long_tokens))
     try:
         uncached = torch.stack(
             [read([prompt + end], [0], NO_TOKENS)[0] for prompt, end in zip(prompts, tokens, strict=True)]
@@ -55,7 +74,7 @@ def choose_batching(
             [read([prompt], [0], torch.tensor([end]))[0] for prompt, end in zip(prompts, tokens, strict=True)]
         )
         difference = _largest_difference(alone, uncached)
-        if not agree(difference <= LOW_PRECISION_TOLERANCE):  # also for NaN
+        if not agree(difference <= TOLERANCE.get(uncached.dtype, LOW_PRECISION_TOLERANCE)):  # also for NaN
             raise ModelError(
                 f"rollout_engine: local cannot generate with {model_name}: with its cache, the logits of transformers' "
                 f"implementation differ by {difference:.2g} (relative) from those without, and completions would not "
@@ -69,15 +88,17 @@ def choose_batching(
             difference = _largest_difference(logits, alone[[members[row] for row in rows]])
             if agree(difference <= TOLERANCE.get(logits.dtype, LOW_PRECISION_TOLERANCE)):
                 return batching
-    except (AttributeError, IndexError, TypeError, ValueError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except BAD_CONFIG as error:
         raise ModelError(
             f"rollout_engine: local cannot generate with {model_name}: the forward of transformers' implementation "
-            f"with a cache fails ({type(error).__name__}: {error}). {REMEDY}"
+            f"with a cache fails ({one_line(error)}). {REMEDY}"
         ) from error
     return Batching.ONE_BY_ONE
 
 
-def _draw_probe(vocabulary: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
+def _draw_probe(vocabulary: Sequence[int], lengths: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
     """Return the prompts of the probe and the tokens after each."""
     generator = torch.Generator().manual_seed(0)
 
@@ -85,7 +106,7 @@ def _draw_probe(vocabulary: Sequence[int]) -> tuple[list[list[int]], list[list[i
         picks = torch.randint(min(len(vocabulary), MOST_TOKENS), (count,), generator=generator)
         return [vocabulary[pick] for pick in picks.tolist()]
 
-    return [draw(length) for length in PROBE_LENGTHS], [draw(PROBE_TOKENS) for _ in PROBE_LENGTHS]
+    return [draw(length) for length in lengths], [draw(PROBE_TOKENS) for _ in lengths]
 
 
 def _largest_difference(logits: Tensor, expected: Tensor) -> float:

@@ -25,7 +25,7 @@ from surefoot.errors import StoppedOnFinding
 from surefoot.events import Phase
 from surefoot.findings import Finding
 from surefoot.methods.base import Interrupted
-from surefoot.methods.grpo.engines.batching import Batching, choose_batching, split_requests
+from surefoot.methods.grpo.engines.batching import Batching, choose_batching, probe_length, split_requests
 from surefoot.methods.grpo.engines.generation_cache import (
     WITHOUT_ATTENTION,
     cache_argument,
@@ -50,6 +50,8 @@ class RolloutLimits:
     batch_size: int | None = None
     """Largest number of completions that are generated at a time."""
     timeout_s: float = inf
+    most_tokens: int | None = None
+    """Tokens of the longest prompt with its completion; None if unknown."""
     stop_requested: Callable[[], bool] = field(default=lambda: False)
     """Called at each token; if true, `Interrupted` is raised on all ranks."""
 
@@ -102,6 +104,7 @@ class LocalEngine:
                     vocabulary,
                     lambda holds: self._ranks.sum([holds])[0] == self._ranks.size,
                     class_name(self._model),
+                    probe_length(self._model.config.get_text_config().to_dict(), self._limits.most_tokens),
                 )
             finally:
                 reshard(self._model)
