@@ -79,7 +79,8 @@ def test_settings_are_listed() -> None:
     schema = json.loads(surefoot("settings", "--json").stdout)
     assert schema["seed"]["default"] == 42
     shown = surefoot("settings").stdout
-    assert f"learning_rate: 0.0001  (number from 0)\n    {schema['learning_rate']['description']}" in shown
+    assert 'learning_rate: "auto"  (number from 0 | auto)\n    Peak learning rate.' in shown
+    assert f"weight_decay: 0.0  (number from 0)\n    {schema['weight_decay']['description']}" in shown
     assert 'lr_scheduler_type: "cosine"  (linear | cosine | constant | wsd)' in shown
     assert "offload: null  (cpu | null)" in shown
     groups = [line for line in shown.splitlines() if line and line[0].isupper()]

@@ -85,6 +85,12 @@ def _add_run_verbs(verbs: "argparse._SubParsersAction[_Parser]") -> None:
     train.add_argument("config", help="run.yaml")
     train.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="settings that override the file")
     train.add_argument("--json", action="store_true", help="print the summary as one JSON object")
+    shown = train.add_mutually_exclusive_group()
+    shown.add_argument("--quiet", action="store_const", dest="verbosity", const="quiet", help="show findings alone")
+    shown.add_argument(
+        "-v", "--verbose", action="store_const", dest="verbosity", const="verbose",
+        help="show each step, and the time of each phase",
+    )  # fmt: skip
     train.set_defaults(verb=_run_train)
 
     data = verbs.add_parser("data", help="describe a run's data: format, counts, masks and findings")
@@ -207,7 +213,8 @@ def _run_train(arguments: argparse.Namespace) -> int:
     from surefoot.config import load_config
     from surefoot.models.resolve_model import check_is_known
 
-    loaded = load_config(arguments.config, arguments.overrides)
+    shown = [f"verbosity={arguments.verbosity}"] if arguments.verbosity else []
+    loaded = load_config(arguments.config, [*arguments.overrides, *shown])
     check_is_known(loaded.run.model, loaded.where("model"))
     # If the first rank of a machine refuses, torchrun ends the others.
     is_first_here = not is_rank() or os.environ.get("LOCAL_RANK") == "0"

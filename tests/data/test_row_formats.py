@@ -159,6 +159,29 @@ def test_other_columns_are_kept_for_rewards_when_asked() -> None:
     assert convert(keep_columns=True, **row).columns == {"solution": "42", "rejected_response": "bye"}
 
 
+@pytest.mark.parametrize("prompts", [False, True])
+def test_conversations_without_a_system_message_get_that_of_the_config(prompts: bool) -> None:
+    spec = FormatSpec(system="Be brief.", prompts=prompts)
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    own = [{"role": "system", "content": "Be exact."}, *turns]
+    for columns, system in (
+        ({"messages": turns}, "Be brief."),
+        ({"messages": own}, "Be exact."),
+        ({"messages": turns, "system": "Be exact."}, "Be exact."),
+        ({"prompt": turns[:1], "completion": turns[1:]}, "Be brief."),
+        ({"instruction": "a", "output": "b"}, "Be brief."),
+    ):
+        read = Reader(spec, format_of(spec, columns), keep_columns=prompts).read(columns)
+        assert [(message.role, message.content) for message in read.messages][:2] == [("system", system), ("user", "a")]
+        if prompts:
+            assert read.columns["prompt"][0] == {"role": "system", "content": system}
+        elif "completion" in columns:
+            assert read.first_trained == 2
+    text = {"text": "bare"}
+    if not prompts:
+        assert [message.content for message in Reader(spec, format_of(spec, text)).read(text).messages] == ["bare"]
+
+
 def test_columns_can_be_mapped() -> None:
     spec = FormatSpec(columns={"query": "question", "response": "answer"})
     assert turns(convert(spec, question="hi", answer="hello")) == BRIEF[1:]

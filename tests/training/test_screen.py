@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import surefoot
-from surefoot.events import Evaluated, Heartbeat, Notice, PhaseBegan, RunStarted, StepEnded
+from surefoot.events import Evaluated, FindingMade, Heartbeat, Notice, PhaseBegan, PhaseEnded, RunStarted, StepEnded
+from surefoot.findings import Finding
 from surefoot.training.screen import LogFile, Screen
 
 
@@ -48,6 +49,21 @@ def test_an_evaluation_of_any_method_is_shown() -> None:
     assert shown.getvalue().splitlines() == [
         "step 3: eval_accuracy 0.7500", "step 3: eval_reward 0.5000", "step 3: evaluated"
     ]  # fmt: skip
+
+
+def test_less_or_more_is_shown_as_asked() -> None:
+    finding = FindingMade(Finding("SF407", "the loss rose", {}))
+    events = [PhaseBegan(0, 0, "load"), PhaseEnded(0, 0, "load"), STARTED, step(1), step(2), finding]
+    shown: dict[str, list[str]] = {}
+    for verbosity in ("quiet", "normal", "verbose"):
+        terminal = Terminal()
+        screen = Screen(1, terminal, verbosity)  # type: ignore[arg-type]
+        for event in events:
+            screen.observe(event)
+        shown[verbosity] = [line for line in terminal.lines() if line]
+    assert shown["quiet"] == finding.finding.as_text().splitlines()
+    assert not any("step 1/200" in line for line in shown["normal"]), "rewritten in place"
+    assert [line.split()[0] for line in shown["verbose"][:5]] == ["load:", "model", "training", "step", "step"]
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 200])

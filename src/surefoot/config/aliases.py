@@ -8,6 +8,7 @@ ALIASES: dict[str, str] = {
         ["datasets", "train_dataset", "train_file", "dataset_path", "data_path", "dataset_name"], "dataset"
     ),
     **dict.fromkeys(["val_dataset", "eval_file", "validation_file"], "eval_dataset"),
+    **dict.fromkeys(["default_system", "system_prompt"], "system"),
     **dict.fromkeys(["val_size", "val_set_size", "split_dataset_ratio"], "eval_fraction"),
     **dict.fromkeys(["preprocessing_num_workers", "dataset_processes", "dataset_num_workers"], "dataset_num_proc"),
     "truncation_strategy": "truncation",
@@ -96,7 +97,7 @@ INSTEAD: dict[str, str] = {
         ["attn_implementation", "attn_impl", "flash_attn", "flash_attention", "use_liger_kernel"],
         "attention and loss are chosen for the device and for packing; drop it",
     ),
-    **dict.fromkeys(["template", "system"], "the model's own chat template is used; chat_template names another file"),
+    "template": "the model's own chat template is used; chat_template names another file",
     "max_samples": "write it as a split of the source: dataset: {path: ..., split: '[:1000]'}",
     "dataset_text_field": "name the column: columns: {text: NAME}",
     "dataloader_num_workers": "samples are prepared by dataset_num_proc processes, and batches need none; drop it",

@@ -154,6 +154,8 @@ class RunConfig(BaseModel):
     """Worker processes that render and tokenise; 0 uses the main process. Default: one per CPU core, at most 16."""
     chat_template: str | None = None
     """Jinja file to use instead of the tokenizer's own chat template."""
+    system: str | None = Field(default=None, min_length=1)
+    """System message of conversations without one, in place of the template's own."""
     chat_template_kwargs: dict[str, Any] = {}
     """Further variables of the chat template."""
     chat_template_date: Annotated[str, AfterValidator(_check_date)] = Field(
@@ -299,6 +301,9 @@ class RunConfig(BaseModel):
     """Whether to delete the run in `output_dir` and start from the beginning."""
     logging_steps: Free[int] = Field(default=1, gt=0)
     """Steps between lines of metrics."""
+    verbosity: Free[Literal["quiet", "normal", "verbose"]] = "normal"
+    """What the screen shows; train.log always has all. `quiet`: findings alone; `verbose`: a line of each step, and
+    how long each phase outside of training took."""
     eval_steps: FreeOnResume[int | None] = Field(default=None, gt=0)
     """Steps between evaluations. Default: only at the end."""
     report: Free[bool] = True

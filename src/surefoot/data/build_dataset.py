@@ -131,7 +131,10 @@ def sources_of(loaded: LoadedConfig, setting: Literal["dataset", "eval_dataset"]
         for item in items
     ]
     sources = find_sources(resolved_items, loaded.where(setting))
-    return [replace(source, spec=replace(source.spec, prompts=config.row.is_prompt)) for source in sources]
+    return [
+        replace(source, spec=replace(source.spec, prompts=config.row.is_prompt, system=config.system))
+        for source in sources
+    ]
 
 
 def check_sources(loaded: LoadedConfig) -> None:

@@ -61,6 +61,8 @@ class FormatSpec:
     """Whether to ignore optional columns that are not in `columns`, as LLaMA-Factory does."""
     named_in: str = "`columns`"
     """Name of the place that sets `columns`, for error messages."""
+    system: str | None = None
+    """System message of conversations without one."""
     prompts: bool = False
     """Whether rows are prompts, which the model answers in GRPO. A row's own answer is kept as a column."""
 
@@ -167,7 +169,7 @@ class Reader:
         _refuse_untrainable(columns)
         if self.spec.prompts:
             return self._read_prompt(format, columns)
-        conversation = self._place_row_images(format.read(self, columns), columns)
+        conversation = self._read_conversation(format, columns)
         if conversation.kind == "chat":
             check_turns(conversation.messages)
             check_tools(conversation.messages, conversation.tools)
@@ -175,6 +177,15 @@ class Reader:
             return conversation
         used = format.required | format.optional
         return replace(conversation, columns={name: value for name, value in columns.items() if name not in used})
+
+    def _read_conversation(self, format: Format, columns: Columns) -> Conversation:
+        """Return the conversation with its images in their places, and the system message that it may lack."""
+        conversation = self._place_row_images(format.read(self, columns), columns)
+        messages, first = conversation.messages, conversation.first_trained
+        if self.spec.system is None or conversation.kind != "chat" or (messages and messages[0].role == "system"):
+            return conversation
+        messages = (Message("system", self.spec.system), *messages)
+        return replace(conversation, messages=messages, first_trained=first + 1 if first else 0)
 
     def _place_row_images(self, conversation: Conversation, columns: Columns) -> Conversation:
         """Return the conversation with the images of the row's columns put in their places."""
@@ -203,7 +214,7 @@ class Reader:
             stand_ins: dict[str, Any] = dict.fromkeys(format.required & ANSWERS, "")
             if self.format == "prompt_completion":
                 stand_ins["completion"] = []
-            conversation = self._place_row_images(format.read(self, {**columns, **stand_ins}), columns)
+            conversation = self._read_conversation(format, {**columns, **stand_ins})
             messages, tools, kind = conversation.messages, conversation.tools, "prompt"
         answers = []
         while messages and messages[-1].role == "assistant":

@@ -156,7 +156,6 @@ UNSUPPORTED = _index_by_name({
     "the projector between tower and decoder is part of the tower: freeze_vision_tower applies to both":
         "freeze_aligner freeze_multi_modal_projector",
     "the rotary embedding is that of the model's config.json": "rope_scaling",
-    "no system message is added: write it into the data": "system system_prompt",
     "ray is not used: nproc_per_node sets the number of ranks": "ray_scope ray_num_workers",
     "trained weights and their moments are float32": "pure_bf16",
     "activations stay on the GPU: gradient_checkpointing frees them": "activation_offloading",

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO, TypeGuard
 
+from surefoot.config import RunConfig
 from surefoot.errors import ConfigError
 from surefoot.events import (
     CompletionsMade,
@@ -173,16 +174,17 @@ def _import_package(package: str, setting: str) -> Any:
         raise ConfigError(f"report_to: {setting} needs the package {package}: pip install {package}") from error
 
 
-def build_observers(run_folder: Path, logging_steps: int, report_to: list[str], *, screen: bool) -> list[Observer]:
+def build_observers(config: RunConfig, *, screen: bool) -> list[Observer]:
     """Build the observers that a config requests. Raises: ConfigError if a package is missing."""
+    run_folder, logging_steps = config.run_folder, config.logging_steps
     observers: list[Observer] = [
         MetricsFile(run_folder / METRICS, logging_steps),
         CompletionsFile(run_folder / COMPLETIONS, run_folder / EVAL_COMPLETIONS),
     ]
     observers.append(LogFile(run_folder / LOG, logging_steps))
     if screen:
-        observers.append(Screen(logging_steps))
-    for name in report_to:
+        observers.append(Screen(logging_steps, verbosity=config.verbosity))
+    for name in config.report_to:
         observers.append(
             TensorBoard(run_folder, logging_steps)
             if name == "tensorboard"

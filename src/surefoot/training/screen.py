@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from rich.console import Console
 from rich.progress_bar import ProgressBar
@@ -20,6 +20,7 @@ from surefoot.events import (
     Heartbeat,
     Notice,
     PhaseBegan,
+    PhaseEnded,
     RunStarted,
     StepEnded,
 )
@@ -36,25 +37,40 @@ LEAST_NEEDED = ("experts", "grad", "memory", "elapsed", "lr", "speed", "left")
 STARTING = {"load": "loading the model ...", "tokenize": "preparing data ..."}
 """Phases before the first step -> what is shown on a terminal meanwhile."""
 
+OUTSIDE_OF_TRAINING = {"load", "tokenize", "evaluate", "save", "export", "rollout", "sync"}
+"""Phases whose time is shown with `verbosity: verbose`."""
+
 
 class Screen:
     """Progress for a person: a line per logged step, rewritten in place and cut to its width on a terminal."""
 
-    def __init__(self, logging_steps: int, stream: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        logging_steps: int,
+        stream: TextIO | None = None,
+        verbosity: Literal["quiet", "normal", "verbose"] = "normal",
+    ) -> None:
         self._every = logging_steps
         self._stream = stream if stream is not None else sys.stderr
-        self._is_live = self._stream.isatty()
+        self._verbosity = verbosity
+        self._is_live = self._stream.isatty() and verbosity == "normal"
         self._console = Console(file=self._stream)
         """The terminal's width and colours; text is written to the stream itself, where a lost reader is no error."""
         self._began = time.perf_counter()
         self._first_step = 1
         self._has_started = False
-        self._last_line = self._began
+        self._last_line = self._phase_began = self._began
 
     def observe(self, event: Event) -> None:
+        if self._verbosity == "quiet" and not isinstance(event, FindingMade):
+            return
         if isinstance(event, PhaseBegan):
+            self._phase_began = time.perf_counter()
             if self._is_live and not self._has_started and event.phase in STARTING:
                 self._write(STARTING[event.phase][: self._console.width - 1], end="")
+        elif isinstance(event, PhaseEnded):
+            if self._verbosity == "verbose" and event.phase in OUTSIDE_OF_TRAINING:
+                self._write_line(f"{event.phase}: {time.perf_counter() - self._phase_began:.1f} s")
         elif isinstance(event, Heartbeat):
             if event.text:
                 self._show_preparation(event)

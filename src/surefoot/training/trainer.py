@@ -92,7 +92,7 @@ def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: World, *,
         record, memory = RunRecord(folder, FindingLog.of(config)), MemoryWatch(ranks.rank)
         first: list[Observer] = []
         if ranks.is_first:
-            first = [record, *build_observers(folder, config.logging_steps, list(config.report_to), screen=screen)]
+            first = [record, *build_observers(config, screen=screen)]
         emit = _emit_to([*first, *observers, memory])
         run = _Run(loaded, resume, ranks, emit, Phases(emit, ranks.rank))
         with _recording_failure(run, record, memory):
