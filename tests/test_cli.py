@@ -80,7 +80,7 @@ def test_settings_are_listed() -> None:
     assert schema["seed"]["default"] == 42
     shown = surefoot("settings").stdout
     assert 'learning_rate: "auto"  (number from 0 | auto)\n    Peak learning rate.' in shown
-    assert f"weight_decay: 0.0  (number from 0)\n    {schema['weight_decay']['description']}" in shown
+    assert f"adam_epsilon: 1e-08  (number above 0)\n    {schema['adam_epsilon']['description']}" in shown
     assert 'lr_scheduler_type: "cosine"  (linear | cosine | constant | wsd)' in shown
     assert "offload: null  (cpu | null)" in shown
     groups = [line for line in shown.splitlines() if line and line[0].isupper()]
