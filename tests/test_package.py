@@ -15,7 +15,8 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_the_public_surface_is_what_is_listed() -> None:
-    assert surefoot.__all__ == ["__version__", "complete", "describe_data", "export", "load", "train", "upcycle"]
+    names = "complete describe_data doctor export import_run load plan train upcycle"
+    assert surefoot.__all__ == ["__version__", *names.split()]
     assert all(getattr(surefoot, name) for name in surefoot.__all__)
 
 

@@ -1,6 +1,15 @@
-"""Surefoot fine-tunes large language models. The public surface is in `__all__`.
+"""Surefoot fine-tunes large language models.
 
-Importing this package imports no torch; each function imports what it needs.
+    result = surefoot.train(model="Qwen/Qwen3-8B", dataset=rows, output_dir="runs/first")
+    result.metrics                                  # the lines of metrics.jsonl
+    model, tokenizer = surefoot.load("runs/first")
+    surefoot.complete(model, tokenizer, [[{"role": "user", "content": "Hello"}]])
+    surefoot.plan("run.yaml", device="h100")        # memory and time
+    surefoot.doctor("run.yaml")                     # this machine, and the run on it
+    surefoot.import_run("train.sh").as_yaml()       # another program's run as run.yaml
+
+`config` is a YAML file or a mapping of settings; `overrides` are texts such as "max_steps=10", as on the command line;
+keyword arguments are settings, and win. Importing this package imports no torch; each function imports what it needs.
 """
 
 import sys
@@ -11,6 +20,7 @@ if sys.argv[:1] == ["-m"] and "surefoot" in sys.orig_argv and not sys.flags.safe
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from surefoot.system.process import is_rank, launcher_number, without_garbage_collection
@@ -21,47 +31,65 @@ if TYPE_CHECKING:
 
     from surefoot.config import LoadedConfig
     from surefoot.data.inspect import DataReport
+    from surefoot.diagnostics.doctor import DoctorReport
+    from surefoot.events import Event
+    from surefoot.migrate.imported_run import ImportedRun
+    from surefoot.planner.plan import Plan
     from surefoot.training.run_summary import RunResult
 
-__all__ = ["__version__", "complete", "describe_data", "export", "load", "train", "upcycle"]
+__all__ = [
+    "__version__", "complete", "describe_data", "doctor", "export", "import_run", "load", "plan", "train", "upcycle",
+]  # fmt: skip
+
+Config = str | Path | Mapping[str, Any]
 
 
 def train(
-    config: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, screen: bool = True, **settings: Any
+    config: Config = MappingProxyType({}),
+    overrides: Sequence[str] = (),
+    *,
+    screen: bool = True,
+    callbacks: "Sequence[Callable[[Event], object]]" = (),
+    **settings: Any,
 ) -> "RunResult":
     """Fine-tune with a YAML file (or a mapping of settings), with `settings` on top, and return the run's result.
 
-    `surefoot.train("run.yaml", max_steps=10)`. Progress goes to standard error unless `screen` is false. With
-    `nproc_per_node` the ranks are processes of their own; under torchrun or SLURM this process is one of them.
+    `surefoot.train("run.yaml", max_steps=10)`. `dataset` and `eval_dataset` may also be rows: a list of mappings, or a
+    `datasets.Dataset`. Progress goes to standard error unless `screen` is false. With `nproc_per_node` the ranks are
+    processes of their own; under torchrun or SLURM this process is one of them. `callbacks` are called with each event
+    of this process (`surefoot.events`: StepEnded, Evaluated, CheckpointSaved, ...); an exception in one ends the run.
     Raises: surefoot.errors.SurefootError.
     """
-    return train_loaded(_load_settings(config, overrides, settings), screen=screen)
+    from surefoot.data.given_rows import load_given
+
+    return train_loaded(load_given(config, overrides, settings), screen=screen, callbacks=callbacks)
 
 
-def _load_settings(
-    config: str | Path | Mapping[str, Any], overrides: Sequence[str], settings: Mapping[str, Any]
-) -> "LoadedConfig":
-    """Return the checked config of a YAML file or a mapping, with `settings` on top. Raises: ConfigError."""
-    from surefoot.config import load_config
-
-    if isinstance(config, Mapping):
-        return load_config(None, overrides, {**config, **settings})
-    return load_config(config, overrides, settings)
-
-
-def train_loaded(loaded: "LoadedConfig", *, screen: bool = True) -> "RunResult":
+def train_loaded(
+    loaded: "LoadedConfig", *, screen: bool = True, callbacks: "Sequence[Callable[[Event], object]]" = ()
+) -> "RunResult":
     """Fine-tune with a config that is already read and checked; see `train`."""
+    starts_ranks = loaded.run.nproc_per_node * loaded.run.nnodes > 1 and not is_rank()
+    if starts_ranks and callbacks:
+        from surefoot.errors import ConfigError
+
+        raise ConfigError(
+            "callbacks are functions of this process, and with several ranks others train. Start the program with "
+            f"torchrun, so that each rank has its own ({loaded.where('nproc_per_node', 'nnodes')})."
+        )
     with _supervise_run(loaded):
-        if loaded.run.nproc_per_node * loaded.run.nnodes > 1 and not is_rank():
+        if starts_ranks:
             from surefoot.launch.multi_rank import train_launched
 
             return train_launched(loaded, screen=screen)
         with without_garbage_collection():
             from surefoot.diagnostics.monitor.observers import rank_observers
+            from surefoot.training.metrics import CallbackObserver
             from surefoot.training.trainer import train as run
 
         rank = launcher_number("RANK")
-        return run(loaded, rank_observers(loaded.run.run_folder, rank) if loaded.run.health else [], screen=screen)
+        watching = rank_observers(loaded.run.run_folder, rank) if loaded.run.health else []
+        return run(loaded, [*watching, *map(CallbackObserver, callbacks)], screen=screen)
 
 
 def _supervise_run(loaded: "LoadedConfig") -> AbstractContextManager[None]:
@@ -87,14 +115,47 @@ def _supervise_run(loaded: "LoadedConfig") -> AbstractContextManager[None]:
     )
 
 
-def describe_data(
-    config: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, show: int = 1, **settings: Any
-) -> "DataReport":
+def plan(config: Config, overrides: Sequence[str] = (), **settings: Any) -> "Plan":
+    """Return the memory and time that a run needs, whether it fits, and settings that do; `as_text()` is the page.
+
+    `device` may be a GPU of another machine ("h100"); `nodes`, `host_gib` and `price` are as on the command line.
+    Raises: surefoot.errors.SurefootError.
+    """
+    from surefoot.planner.command import plan as forecast
+
+    return forecast(config, overrides, settings)
+
+
+def doctor(config: Config | None = None, overrides: Sequence[str] = (), **settings: Any) -> "DoctorReport":
+    """Check this machine, and a run on it if a config is given; `as_text()` is the report, `has_failed` its result.
+
+    Raises: surefoot.errors.SurefootError.
+    """
+    from surefoot.data.given_rows import load_given
+    from surefoot.diagnostics.doctor import check_machine
+
+    return check_machine(load_given(config or {}, overrides, settings) if config is not None or settings else None)
+
+
+def import_run(source: str | Path | Sequence[str]) -> "ImportedRun":
+    """Return the run of ms-swift, LLaMA-Factory, TRL or axolotl as settings of Surefoot; `as_yaml()` is its run.yaml.
+
+    `source`: a .yaml, .json or .sh file, or the words of a command line. Raises: surefoot.errors.SurefootError.
+    """
+    from surefoot.migrate.convert import convert
+    from surefoot.migrate.parse_input import parse_run
+
+    return convert(parse_run(str(source) if isinstance(source, str | Path) else list(source)))
+
+
+def describe_data(config: Config, overrides: Sequence[str] = (), *, show: int = 1, **settings: Any) -> "DataReport":
     """Return a description of a config's data: format, counts, lengths, masks, findings, and the first `show` samples.
 
     Raises: surefoot.errors.SurefootError.
     """
-    loaded = _load_settings(config, overrides, settings)  # refused before torch is imported
+    from surefoot.data.given_rows import load_given
+
+    loaded = load_given(config, overrides, settings)  # refused before torch is imported
     from surefoot.methods.training_data import describe
     from surefoot.training.screen import Screen
 

@@ -239,9 +239,11 @@ def _run_data(arguments: argparse.Namespace) -> int:
 
 
 def _run_doctor(arguments: argparse.Namespace) -> int:
+    from surefoot.config import load_config
     from surefoot.diagnostics.doctor import doctor
 
-    report = doctor(arguments.config, arguments.overrides, is_deep=arguments.deep, against=arguments.against)
+    loaded = load_config(arguments.config, arguments.overrides) if arguments.config is not None else None
+    report = doctor(loaded, is_deep=arguments.deep, against=arguments.against)
     if isinstance(report, int):
         status = report
         if not is_local_rank():

@@ -1,11 +1,10 @@
 """The command `surefoot doctor`, and the same checks of this machine before a run starts."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from surefoot.config import LoadedConfig, load_config
+from surefoot.config import LoadedConfig
 from surefoot.diagnostics.preflight.check import Check
 from surefoot.diagnostics.preflight.runner import (
     as_launched,
@@ -29,9 +28,9 @@ class DoctorReport:
 
     machine: Snapshot
     checks: list[Check]
-    against: str | None
+    against: str | None = None
     """Earlier run or report that the machine is compared with."""
-    changes: list[str] | None
+    changes: list[str] | None = None
 
     @property
     def has_failed(self) -> bool:
@@ -50,12 +49,8 @@ class DoctorReport:
         return "\n".join([text, f"\nchanged since {self.against}:", *(self.changes or ["nothing"])])
 
 
-def doctor(config: str | None, overrides: Sequence[str], *, is_deep: bool, against: str | None) -> DoctorReport | int:
-    """Check this machine, and a run on it if a config is given; with `is_deep`, start its ranks to test them.
-
-    Returns only the exit status on a rank or machine whose report rank 0 shows. Raises: InputError.
-    """
-    loaded = load_config(config, overrides) if config is not None else None
+def check_machine(loaded: LoadedConfig | None) -> DoctorReport:
+    """Check this machine, and a run on it if a config is given. Raises: InputError."""
     launched = as_launched(loaded) if loaded is not None else None
     machine = snapshot_for(launched, patient=True)
     checks = examine(machine, launched, include_slow=True)
@@ -66,15 +61,26 @@ def doctor(config: str | None, overrides: Sequence[str], *, is_deep: bool, again
             checks += [run_config.refusal(loaded), dataset_sample.first_rows(loaded)]
         else:
             checks += [not_looked_at(run_config.NAME), not_looked_at(dataset_sample.NAME)]
+    return DoctorReport(machine, checks)
+
+
+def doctor(loaded: LoadedConfig | None, *, is_deep: bool, against: str | None) -> DoctorReport | int:
+    """Check as `check_machine` does; with `is_deep`, or as a rank, test the ranks of the run too.
+
+    `against`: earlier run or report to compare the machine with. Returns only the exit status on a rank or machine
+    whose report rank 0 shows. Raises: InputError.
+    """
+    report = check_machine(loaded)
     if is_deep or is_local_rank():
         from surefoot.diagnostics.selftest.launch import self_test
 
         self_test_checks, status = self_test(loaded, is_deep=is_deep)
         if self_test_checks is None:
             return status
-        checks += self_test_checks
-    differences = _list_changes(Path(against), machine) if against is not None else None
-    return DoctorReport(machine, checks, against, differences)
+        report = replace(report, checks=[*report.checks, *self_test_checks])
+    if against is None:
+        return report
+    return replace(report, against=against, changes=_list_changes(Path(against), report.machine))
 
 
 def _list_changes(against: Path, machine: Snapshot) -> list[str]:

@@ -1,9 +1,11 @@
 """The command `surefoot plan`: its config and options, which are checked before torch is imported."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
-from surefoot.config import load_config
+from surefoot.data.given_rows import load_given
 from surefoot.errors import ConfigError
 from surefoot.models.resolve_model import check_is_known
 
@@ -15,13 +17,19 @@ RUN_DEVICES = ("auto", "cpu", "cuda")
 """Values of `device` that a run accepts too."""
 
 
-def plan(config: str, overrides: Sequence[str]) -> "Plan":
-    """Plan the run of a config and its overrides.
+def plan(
+    config: str | Path | Mapping[str, Any],
+    overrides: Sequence[str],
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> "Plan":
+    """Plan the run of a config and its overrides, with `settings` on top; both may hold options of the plan.
 
     Raises: ConfigError, ModelError with the field that is to blame if it cannot be planned.
     """
-    plan_options, run_overrides = _split_overrides(overrides)
-    loaded = load_config(config, run_overrides)
+    options = [f"{name}={value}" for name, value in settings.items() if _is_option(name, value) or name == "nodes"]
+    plan_options, run_overrides = _split_overrides([*overrides, *options])
+    given = {name: value for name, value in settings.items() if f"{name}={value}" not in options}
+    loaded = load_given(config, run_overrides, given)
     check_is_known(loaded.run.model, loaded.where("model"))
     host_gib, price = (_parse_number(plan_options, name) for name in ("host_gib", "price"))
     from surefoot.planner.plan import plan_run
@@ -35,7 +43,7 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, str], list[str
     run_overrides = []
     for override in overrides:
         name, _, value = override.partition("=")
-        if name in ("host_gib", "price") or (name == "device" and value not in RUN_DEVICES):
+        if _is_option(name, value):
             plan_options[name] = value.lower()
         elif name == "nodes":
             run_overrides += [f"nnodes={value}"]
@@ -46,6 +54,11 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, str], list[str
     ):
         run_overrides.append("rdzv_endpoint=node0:29500")  # a plan runs no rendezvous
     return plan_options, run_overrides
+
+
+def _is_option(name: str, value: object) -> bool:
+    """Return whether a setting is one of the plan, not of the run."""
+    return name in ("host_gib", "price") or (name == "device" and value not in RUN_DEVICES)
 
 
 def _parse_number(plan_options: dict[str, str], name: str) -> float:

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO, TypeGuard
 
@@ -110,6 +110,16 @@ def drop_lines_from(
 def _has_logged_metrics(event: Event, every: int) -> TypeGuard[StepEnded | Evaluated]:
     """Return whether an event has metrics to log: each evaluation, each step of the interval, and the last step."""
     return isinstance(event, Evaluated) or (isinstance(event, StepEnded) and event.is_logged(every))
+
+
+@dataclass(frozen=True)
+class CallbackObserver:
+    """Observer that gives each event to a function of the user."""
+
+    function: Callable[[Event], object]
+
+    def observe(self, event: Event) -> None:
+        self.function(event)
 
 
 class TensorBoard:

@@ -51,6 +51,11 @@ class RunResult:
     findings: list[Finding] = field(default_factory=list)
     error: str | None = None
 
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the lines of metrics.jsonl, steps and evaluations: a table for pandas.DataFrame."""
+        return [line for _, line in read_objects(self.run_folder / METRICS) if line is not None]
+
     def write(self) -> None:
         """Write summary.json of the run folder. Raises: StorageError."""
         write_json(self.run_folder / SUMMARY, self.as_dict())

@@ -1,0 +1,92 @@
+"""The functions of the package: rows, callbacks, plans and checks without files."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import surefoot
+from surefoot.errors import ConfigError
+from surefoot.events import Event, StepEnded
+from tests.support.data import counting_rows
+
+PLANS = Path(__file__).parent.parent / "examples" / "plans"
+
+
+@pytest.mark.parametrize("form", ["list", "datasets"])
+def test_rows_of_python_are_trained_like_those_of_a_file(settings: dict[str, Any], tmp_path: Path, form: str) -> None:
+    rows: Any = counting_rows(40)
+    if form == "datasets":
+        rows = pytest.importorskip("datasets").Dataset.from_list(rows)
+    expected = surefoot.train(settings, screen=False)
+    result = surefoot.train(settings, screen=False, dataset=rows, output_dir=str(tmp_path / "other"))
+    assert result.train_loss == expected.train_loss
+    losses = [line["loss"] for line in result.metrics if "loss" in line]
+    assert len(losses) == 4
+    assert losses == [line["loss"] for line in expected.metrics if "loss" in line]
+    again = surefoot.train(settings, screen=False, dataset=rows, output_dir=str(tmp_path / "other"))
+    assert again.steps == result.steps, "the same rows are the data of the run that is resumed"
+
+
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [
+        ([{"messages": [{"role": "user", "content": object()}]}], r"dataset\[0\]"),
+        ([{"text": "a"}, {"text": float("nan")}], r"dataset\[1\]"),
+    ],
+)
+def test_rows_that_no_file_can_hold_are_named(settings: dict[str, Any], rows: Any, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        surefoot.train(settings, dataset=rows)
+
+
+def test_callbacks_are_called_with_each_event(settings: dict[str, Any]) -> None:
+    events: list[Event] = []
+    surefoot.train(settings, screen=False, callbacks=[events.append])
+    assert [event.step for event in events if isinstance(event, StepEnded)] == [1, 2, 3, 4]
+    with pytest.raises(ConfigError, match="torchrun"):
+        surefoot.train(settings, screen=False, callbacks=[events.append], nproc_per_node=2, overwrite_output_dir=True)
+
+
+def test_an_exception_in_a_callback_ends_the_run(settings: dict[str, Any]) -> None:
+    def stop(event: Event) -> None:
+        if isinstance(event, StepEnded):
+            raise ZeroDivisionError("enough")
+
+    with pytest.raises(ZeroDivisionError):
+        surefoot.train(settings, screen=False, callbacks=[stop])
+    summary = json.loads((Path(settings["output_dir"]) / "summary.json").read_text())
+    assert (summary["status"], "enough" in summary["error"]) == ("failed", True)
+
+
+def test_a_plan_takes_settings_and_options() -> None:
+    told = surefoot.plan(PLANS / "qwen1.5-moe-lora.yaml", device="h100", price=2, max_steps=500)
+    assert (told.forecast.device.name, told.price, told.forecast.run.max_steps) == ("h100", 2.0, 500)
+    mapping = {"model": str(PLANS / "qwen1.5-moe-a2.7b"), "dataset": "rows.jsonl", "output_dir": "o"}
+    assert surefoot.plan(mapping, device="h100", nodes=2, nproc_per_node=8).forecast.run.nnodes == 2
+
+
+def test_the_machine_and_a_run_on_it_are_checked(settings: dict[str, Any]) -> None:
+    alone, with_run = surefoot.doctor(), surefoot.doctor(settings)
+    assert len(with_run.checks) > len(alone.checks)
+    assert not with_run.has_failed, with_run.as_text()
+
+
+def test_a_run_of_another_program_is_imported(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text("swift sft --model Qwen/Qwen3-8B --dataset a.jsonl --learning_rate 1e-5\n")
+    words = script.read_text().split()
+    for source in (script, str(script), words):
+        assert "learning_rate: 1e-05" in surefoot.import_run(source).as_yaml()  # type: ignore[arg-type]
+
+
+def test_importing_the_package_imports_no_library() -> None:
+    """`help(surefoot)` and errors of a config are there at once."""
+    code = "import sys, surefoot; print(sorted({'torch', 'transformers', 'numpy', 'pydantic'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
+    assert surefoot.__doc__ is not None
+    assert all(f"surefoot.{name}(" in surefoot.__doc__ for name in ("train", "plan", "doctor", "import_run", "load"))
