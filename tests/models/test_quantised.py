@@ -133,6 +133,14 @@ def put(name: str, value: Tensor) -> Callable[[dict[str, Tensor]], object]:
     return lambda tensors: tensors.update({name: value})
 
 
+def as_bfloat16(name: str) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.update({name: tensors[name].to(torch.bfloat16)})
+
+
+def drop_column(name: str) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.update({name: tensors[name][:, :-1].contiguous()})
+
+
 def set_first(name: str, value: float) -> Callable[[dict[str, Tensor]], object]:
     return lambda tensors: tensors[name].view(-1)[:1].fill_(value)
 
@@ -148,12 +156,14 @@ def set_first(name: str, value: float) -> Callable[[dict[str, Tensor]], object]:
         ("fp8", set_first(f"{BROKEN}_scale_inv", torch.nan), "1 of its 6 scales are not finite"),
         ("fp8", set_first(f"{BROKEN}_scale_inv", torch.inf), "1 of its 6 scales are not finite"),
         ("fp8", set_first(f"{BROKEN}_scale_inv", 0), "a scale is 0"),
+        ("fp8", as_bfloat16(BROKEN), "stored as BF16, which is not quantised"),
         ("fp8-tensor", put(f"{BROKEN}_scale_inv", torch.ones(2, 2)), "does not fit"),
         ("fp8-tensor", put(f"{BROKEN}_scale_inv", torch.tensor(torch.nan)), "not finite"),
         ("int4", drop(f"{BROKEN}_scale"), "scales .* are missing"),
         ("int4", drop(f"{BROKEN}_shape"), "weight_shape"),
         ("int4", put(f"{BROKEN}_shape", torch.tensor([-1, 5])), "two sizes"),
         ("int4", put(f"{BROKEN}_scale", torch.ones(64, 1, dtype=torch.bfloat16)), "does not fit"),
+        ("int4", drop_column(f"{BROKEN}_packed"), "4 bits for each of"),
         ("int4", set_first(f"{BROKEN}_scale", torch.nan), "not finite"),
         ("int4", set_first(f"{BROKEN}_scale", 0), "a scale is 0"),
         ("int8", put(f"{BROKEN}_scale", torch.ones(32, 1, dtype=torch.bfloat16)), "does not fit"),

@@ -13,6 +13,7 @@ from surefoot.planner.choose import choose_for_memory, choose_on_this_machine
 from surefoot.planner.command import plan
 from surefoot.planner.devices import get_device
 from surefoot.planner.forecast import RESERVED_SHARE, Forecast, forecast
+from surefoot.planner.trace import limit_trace_time
 
 PLANS = Path(__file__).parents[2] / "examples" / "plans"
 GIB = 1 << 30
@@ -58,7 +59,7 @@ def test_what_fits_nowhere_gets_what_needs_least_and_is_told(three_lines: str) -
     told = plan(three_lines, ["device=rtx3090", "per_device_train_batch_size=auto", "global_batch_size=8"])
     assert not told.forecast.fits
     assert (told.forecast.run.gradient_checkpointing, told.forecast.run.rows_at_a_time) == (True, 1)
-    assert "too little" in str(told.chosen)
+    assert "the least, but" in str(told.chosen)
     assert {finding.code for finding in told.findings} == {"SF719"}
 
 
@@ -80,23 +81,36 @@ def test_on_the_cpu_nothing_is_recomputed_or_planned_unless_told(tmp_path: Path)
 
 
 def test_layers_that_cannot_be_recomputed_are_not(model_folder: Any, tmp_path: Path) -> None:
-    base, card = model_folder("qwen2"), get_device("h100")
-    tiny_card = replace(card, memory_bytes=1 << 20)
+    base, card = model_folder("qwen2"), replace(get_device("h100"), memory_bytes=1 << 20)
+    asked = []
 
     def forecast_run(run: RunConfig) -> Forecast:
-        if run.gradient_checkpointing:
-            raise ModelError("cannot recompute its layers")
-        return forecast(run, base, tiny_card)
+        asked.append(run.gradient_checkpointing)
+        return forecast(run, base, card)
 
-    run, line = choose_for_memory(small({}, tmp_path), forecast_run, is_on_gpu=True)
-    assert run.gradient_checkpointing is False
-    assert "too little" in str(line)
+    values = {"per_device_train_batch_size": "auto", "global_batch_size": 4}
+    run, line = choose_for_memory(small(values, tmp_path), forecast_run, is_on_gpu=True, can_recompute=False)
+    assert (run.gradient_checkpointing, asked) == (False, [False])
+    assert "the least, but" in str(line)
+
+
+def test_a_model_that_cannot_be_forecast_gets_what_needs_least(tmp_path: Path) -> None:
+    """A setting that nobody gave must not refuse a run."""
 
     def refuse(_: RunConfig) -> Forecast:
         raise ModelError("cannot be traced")
 
-    with pytest.raises(ModelError, match="cannot be traced"):
-        choose_for_memory(small({}, tmp_path), refuse, is_on_gpu=True)
+    values = {"per_device_train_batch_size": "auto", "global_batch_size": 8}
+    run, line = choose_for_memory(small(values, tmp_path), refuse, is_on_gpu=True)
+    assert (run.gradient_checkpointing, run.rows_at_a_time) == (True, 1)
+    assert "cannot be traced" in str(line)
+
+
+def test_a_trace_is_given_up_in_time(model_folder: Any, tmp_path: Path) -> None:
+    run, card = small({"max_length": 77}, tmp_path), get_device("h100")
+    with limit_trace_time(-1.0), pytest.raises(ModelError, match="too long"):
+        forecast(run.model_copy(update={"gradient_checkpointing": False}), model_folder("qwen2"), card)
+    assert forecast(run.model_copy(update={"gradient_checkpointing": False}), model_folder("qwen2"), card).fits
 
 
 def test_a_run_on_a_gpu_is_planned_for_that_gpu(

@@ -1,5 +1,8 @@
 """Values that `auto` takes are printed, written, and kept by a run that is resumed."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +46,30 @@ def test_sequences_at_a_time_change_no_number(settings: dict[str, Any], tmp_path
     assert results[0].train_loss == pytest.approx(results[1].train_loss, rel=1e-6)
 
 
-def test_a_run_that_is_resumed_keeps_its_learning_rate(settings: dict[str, Any]) -> None:
-    train(settings, **{**STEPS, "learning_rate": 3e-3})
-    again = train(settings, **{**STEPS, "max_steps": 2})
+def test_a_run_that_is_resumed_keeps_its_choices(settings: dict[str, Any]) -> None:
+    """The memory that is free may be another, and the numbers would change with the sequences at a time."""
+    given: dict[str, Any] = {"learning_rate": 3e-3, "per_device_train_batch_size": 2, "gradient_checkpointing": True}
+    train(settings, **{**STEPS, **given}, global_batch_size=8)
+    auto = dict.fromkeys(given, "auto")
+    again = train(settings, **{**STEPS, **auto, "max_steps": 2}, global_batch_size=8)
     assert again.steps == 2
-    assert written(again)["learning_rate"] == 3e-3
+    assert {name: written(again)[name] for name in given} == given
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_ranks_that_there_are_are_planned_for(settings: dict[str, Any], tmp_path: Path) -> None:
+    """The config need not name them, and expert parallelism needs two."""
+    values = {**settings, "zero_stage": 3, "expert_parallel_size": 2, "health": False, "max_steps": 1}
+    values |= {"per_device_train_batch_size": "auto", "global_batch_size": 8}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "surefoot", "train"]
+    done = subprocess.run(
+        [sys.executable, *command, str(tmp_path / "run.yaml")],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    config = yaml.safe_load((Path(settings["output_dir"]) / "run.yaml").read_text(encoding="utf-8"))
+    assert config["per_device_train_batch_size"] == 4, "a step has four for each rank"
 
 
 @pytest.mark.parametrize("tuning", ["lora", "full"])

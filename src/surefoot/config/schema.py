@@ -212,8 +212,9 @@ class RunConfig(BaseModel):
     global_batch_size: FreeOnResume[int | None] = Field(default=None, gt=0)
     """Sequences (packs, when packing) per step, over all ranks. Default: per-device batch x accumulation x ranks."""
     per_device_train_batch_size: FreeOnResume[Annotated[int, Field(gt=0)] | Literal["auto"]] = 4
-    """Most sequences in one forward and backward pass; it changes memory and speed, not the result. `auto`: the most
-    that `surefoot plan` expects to fit, within `global_batch_size`, which is then required."""
+    """Most sequences in one forward and backward pass; it changes memory and speed, not the result. `auto`: the
+    largest power of two that fits by the forecast of `surefoot plan`, with at most 16,384 tokens, within
+    `global_batch_size`, which is then required."""
     gradient_accumulation_steps: Free[int | None] = Field(default=None, gt=0)
     """Micro-batches per step and rank, as an alternative to `global_batch_size`."""
     learning_rate: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"

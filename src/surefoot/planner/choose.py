@@ -5,60 +5,78 @@ from pathlib import Path
 
 from surefoot.config import RunConfig
 from surefoot.config.schema import AUTO
-from surefoot.errors import SurefootError
+from surefoot.errors import SurefootError, one_line
+from surefoot.models.build import meta_model
 from surefoot.planner.devices import GIB, Device, detect_gpu
 from surefoot.planner.forecast import Forecast, forecast, sequence_length
+from surefoot.planner.trace import limit_trace_time
 from surefoot.system.memory import room_bytes
 
 MOST_TOKENS = 16_384
 """Tokens of a forward beyond which more sequences at a time hardly make a step faster; a choice, not a measurement."""
+LIMIT_S = 30.0
+"""Seconds after which a run that starts no longer waits for a forecast: recurrent layers are traced token by token."""
 ForecastRun = Callable[[RunConfig], Forecast]
 
 
-def choose_for_memory(run: RunConfig, forecast_run: ForecastRun, *, is_on_gpu: bool) -> tuple[RunConfig, str | None]:
+def choose_for_memory(
+    run: RunConfig, forecast_run: ForecastRun, *, is_on_gpu: bool, can_recompute: bool = True
+) -> tuple[RunConfig, str | None]:
     """Return the config without `auto` in settings that depend on memory, and a line on what was chosen, if planned.
 
-    The fastest settings that fit are chosen, by the forecast; if none fit, those that need the least memory. On the CPU
-    nothing is recomputed unless the config says so. Raises: SurefootError if no settings can be forecast.
+    The fastest settings that fit are chosen, by the forecast; if none fit, or nothing can be forecast, those that need
+    the least memory. On the CPU nothing is recomputed unless the config says so. `can_recompute`: whether the layers of
+    the model can be recomputed.
     """
     chooses_recompute = run.gradient_checkpointing == AUTO
     chooses_rows = run.per_device_train_batch_size == AUTO
-    recomputes = [False, True] if chooses_recompute and is_on_gpu else [run.gradient_checkpointing is True]
+    recomputes = [False, True][: 1 + can_recompute] if chooses_recompute and is_on_gpu else [_recomputes(run)]
     rows = _list_row_counts(run) if chooses_rows else [run.rows_at_a_time]
+    least = _with(run, recomputes[-1], rows[0])
     if len(recomputes) == len(rows) == 1:
-        return _with(run, recomputes[0], rows[0]), None
-    fitting, too_large, refusals = [], [], []
+        return least, None
+    fitting, too_large, refusal = [], [], None
     for recompute in recomputes:
         for count in rows:
             try:
                 candidate = forecast_run(_with(run, recompute, count))
-            except SurefootError as error:  # a model whose layers cannot be recomputed, or traced
-                refusals.append(error)
+            except SurefootError as error:  # a model that cannot be traced, or not in time
+                refusal = error
                 break
-            if candidate.fits:
-                fitting.append(candidate)
+            if not candidate.fits:
+                too_large.append(candidate)
                 break
-            too_large.append(candidate)
-    if not fitting and not too_large:
-        raise refusals[0]
-    best = min(fitting, key=lambda candidate: candidate.seconds_per_token) if fitting else too_large[-1]
-    chosen = []
+            fitting.append(candidate)
+    best = max(
+        fitting, key=lambda candidate: (1 / candidate.seconds_per_token, candidate.run.rows_at_a_time), default=None
+    )
+    chosen = best.run if best is not None else least
+    values = []
     if chooses_recompute and is_on_gpu:
-        chosen.append(f"gradient_checkpointing: {str(best.run.gradient_checkpointing).lower()}")
+        values.append(f"gradient_checkpointing: {str(chosen.gradient_checkpointing).lower()}")
     if chooses_rows:
-        chosen.append(f"per_device_train_batch_size: {best.run.per_device_train_batch_size}")
-    largest = max(too_large, key=_needed_bytes, default=None)
-    misfit = "" if fitting else ", which is too little"
-    if largest is not None and largest is not best:
-        misfit += f"; faster settings need up to {_format_gib(_needed_bytes(largest))}"
-    needed, room = _format_gib(_needed_bytes(best)), _format_gib(_room_bytes(best))
-    return best.run, f"auto: {', '.join(chosen)} ({needed} of {room} by the forecast{misfit})"
+        values.append(f"per_device_train_batch_size: {chosen.rows_at_a_time}")
+    return chosen, f"auto: {', '.join(values)} ({_explain(best, too_large, refusal)})"
+
+
+def _explain(best: Forecast | None, too_large: list[Forecast], refusal: SurefootError | None) -> str:
+    """Return why settings were chosen: what they need, and what others need; or why nothing is known."""
+    misfits = [f"{_format_gib(_needed_bytes(candidate))}" for candidate in too_large]
+    others = f"; what is faster needs {' or '.join(misfits)}" if misfits else ""
+    if best is not None:
+        return f"{_format_gib(_needed_bytes(best))} of {_format_gib(_room_bytes(best))} by the forecast{others}"
+    if too_large:
+        least = too_large[-1]
+        return (
+            f"the least, but {_format_gib(_needed_bytes(least))} of {_format_gib(_room_bytes(least))} by the forecast"
+        )
+    return f"the least memory, because nothing could be forecast: {one_line(refusal) if refusal else ''}"
 
 
 def choose_on_this_machine(run: RunConfig, base: Path) -> tuple[RunConfig, str | None]:
     """Choose as `choose_for_memory` does, for a run whose device and type are set, on the GPU or CPU of this process.
 
-    `base`: folder of the model. Raises: SurefootError.
+    `run`: with the number of ranks that there are; `base`: folder of the model. Raises: SurefootError.
     """
     is_on_gpu = run.device == "cuda"
     gpu = detect_gpu() if is_on_gpu else None
@@ -67,7 +85,13 @@ def choose_on_this_machine(run: RunConfig, base: Path) -> tuple[RunConfig, str |
     def forecast_run(candidate: RunConfig) -> Forecast:
         return forecast(candidate, base, device, host_free_bytes=room_bytes())
 
-    return choose_for_memory(run, forecast_run, is_on_gpu=is_on_gpu)
+    with limit_trace_time(LIMIT_S):
+        can_recompute = meta_model(base).supports_gradient_checkpointing
+        return choose_for_memory(run, forecast_run, is_on_gpu=is_on_gpu, can_recompute=can_recompute)
+
+
+def _recomputes(run: RunConfig) -> bool:
+    return run.gradient_checkpointing is True
 
 
 def _with(run: RunConfig, recompute: bool, rows: int) -> RunConfig:
@@ -75,10 +99,10 @@ def _with(run: RunConfig, recompute: bool, rows: int) -> RunConfig:
 
 
 def _list_row_counts(run: RunConfig) -> list[int]:
-    """Return the numbers of sequences to try for a forward: powers of two, the largest first."""
+    """Return the numbers of sequences to try for a forward: powers of two, the smallest first."""
     ranks = run.nproc_per_node * run.nnodes
     most = min(-(-run.sequences_per_step // ranks), max(1, MOST_TOKENS // sequence_length(run)))
-    return [1 << power for power in reversed(range(most.bit_length()))]
+    return [1 << power for power in range(most.bit_length())]
 
 
 def _needed_bytes(candidate: Forecast) -> int:

@@ -4,9 +4,12 @@ The ops are those of a real step, so what autograd saves, recomputes and frees i
 the missing values: tokens go to the experts evenly, and plain attention saves what the flash kernels save.
 """
 
+import math
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,6 +24,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from surefoot.data.collate import MicroBatch
 from surefoot.data.image_processor import Vision
+from surefoot.errors import ModelError
 from surefoot.models.attention import SHARES_HEADS, attend_sample_by_sample, read_settings, samples_of_row
 from surefoot.models.attention_math import attend, attend_by_definition, with_heads_of
 from surefoot.models.build import BuiltModel
@@ -32,6 +36,8 @@ from surefoot.planner.expert_dispatch import Exchange, exchanged_bytes
 from surefoot.planner.op_costs import ATTEND, ATTENTION_OPS, count_flops, count_moved_bytes, list_tensors
 
 ATTENTION = "surefoot_plan"
+DEADLINE_S: ContextVar[float] = ContextVar("deadline_s", default=math.inf)
+"""Time of `time.monotonic` at which traces are given up."""
 READ_DEVICE = torch.ops.prim.device.default
 Moment = tuple[int, int, int]
 """Bytes that are alive at once: (all tensors but gradients, unsharded gradients, logits among the former)."""
@@ -108,6 +114,16 @@ EMPTY_TRACE = Trace(moments=((0, 0, 0),), gradient_share=0.0)
 LOGITS = "logits"
 
 
+@contextmanager
+def limit_trace_time(seconds: float) -> Iterator[None]:
+    """Give traces up after so many seconds: they raise ModelError."""
+    token = DEADLINE_S.set(time.monotonic() + seconds)
+    try:
+        yield
+    finally:
+        DEADLINE_S.reset(token)
+
+
 class _LiveTensors(TorchDispatchMode):
     """Counter of the bytes of tensors that are alive, except those in `excluded`."""
 
@@ -130,6 +146,8 @@ class _LiveTensors(TorchDispatchMode):
         self._excluded_keys = {storage._cdata for storage in self._excluded_storages}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if time.monotonic() > DEADLINE_S.get():
+            raise ModelError("the model's code takes too long to trace")
         if func is READ_DEVICE:  # more than half of all calls; FakeTensorMode takes long to find it
             return args[0].fake_device
         output = func(*args, **(kwargs or {}))

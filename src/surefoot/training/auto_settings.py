@@ -13,23 +13,32 @@ from surefoot.planner.choose import choose_on_this_machine
 from surefoot.training.learning_rate import choose_learning_rate
 from surefoot.training.manifest import read_manifest
 
+CHOSEN = ("gradient_checkpointing", "per_device_train_batch_size", "learning_rate")
+"""Settings whose `auto` depends on the model."""
+
 
 def choose_auto(
     loaded: LoadedConfig, base: Path, checkpoint: Path | None, ranks: World
 ) -> tuple[LoadedConfig, list[str]]:
     """Return the config without `auto` in settings that depend on the model, and lines on what was chosen.
 
-    `base`: folder of the model; `checkpoint`: what the run resumes from, whose learning rate it keeps. Collective: rank
-    0 chooses, by the memory of its device. Raises: ModelError on all ranks.
+    `base`: folder of the model; `checkpoint`: what the run resumes from, whose choices it keeps. Collective: rank 0
+    chooses, by the memory of its device. Raises: ModelError on all ranks.
     """
     run = loaded.run
+    ranks_here = max(ranks.gather(ranks.local_rank)) + 1
 
     def choose() -> dict[str, Any]:
-        planned, line = choose_on_this_machine(run, base)
-        values = {name: getattr(planned, name) for name in ("gradient_checkpointing", "per_device_train_batch_size")}
+        saved = read_manifest(checkpoint)["config"] if checkpoint is not None else {}
+        asked = [name for name in CHOSEN if getattr(run, name) == AUTO]
+        kept = {name: saved[name] for name in asked if type(saved.get(name)) in (bool, int, float)}
+        # Under torchrun the config need not say how many ranks there are.
+        layout = {"nproc_per_node": ranks_here, "nnodes": -(-ranks.size // ranks_here)}
+        planned, line = choose_on_this_machine(run.model_copy(update={**layout, **kept}), base)
+        values = {name: getattr(planned, name) for name in CHOSEN}
         lines = [line] if line is not None else []
-        if run.learning_rate == AUTO:
-            values["learning_rate"] = rate = _choose_rate(loaded, base, checkpoint)
+        if values["learning_rate"] == AUTO:
+            values["learning_rate"] = rate = _choose_rate(loaded, base)
             lines.append(f"auto: learning_rate: {rate:g}")
         return {"values": values, "lines": lines}
 
@@ -37,10 +46,7 @@ def choose_auto(
     return replace(loaded, run=run.model_copy(update=chosen["values"])), chosen["lines"]
 
 
-def _choose_rate(loaded: LoadedConfig, base: Path, checkpoint: Path | None) -> float:
-    saved = read_manifest(checkpoint)["config"].get("learning_rate") if checkpoint is not None else None
-    if isinstance(saved, float):
-        return saved
+def _choose_rate(loaded: LoadedConfig, base: Path) -> float:
     try:
         weights = weights_of(base)
     except ValueError as error:

@@ -47,4 +47,5 @@ def find_recipe(run: RunConfig, parameters: int) -> Recipe | None:
 def choose_learning_rate(run: RunConfig, parameters: int) -> float:
     """Return the value of `learning_rate: auto` for a model of so many parameters."""
     recipe = find_recipe(run, parameters)
-    return (recipe.usual if recipe is not None else WITHOUT_RECIPE) * run.learning_rate_share
+    rate = (recipe.usual if recipe is not None else WITHOUT_RECIPE) * run.learning_rate_share
+    return float(f"{rate:.3g}")  # as it is printed, so that it can be written into run.yaml

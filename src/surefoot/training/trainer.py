@@ -96,12 +96,8 @@ def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: World, *,
         emit = _emit_to([*first, *observers, memory])
         run = _Run(loaded, resume, ranks, emit, Phases(emit, ranks.rank))
         with _recording_failure(run, record, memory):
-            base = _find_model(run)
-            with run.phases("load"):
-                chosen, lines = choose_auto(loaded, base, resume.checkpoint, ranks)
-            for line in lines:
-                emit(Notice(line))
-            run = replace(run, loaded=chosen)
+            base = _check_model(run)
+            run = replace(run, loaded=_choose_auto(run, base))
             opened = _open(run, base)
             state = opened.state
             earlier = completed_earlier(folder, state.step) if config.is_over(state.step, state.epoch) else None
@@ -210,8 +206,8 @@ class _AssembledRun:
     write_artifact: Callable[[], Path]
 
 
-def _find_model(run: _Run) -> Path:
-    """Return the folder of the model. Cheap checks that fail most often come first."""
+def _check_model(run: _Run) -> Path:
+    """Return the folder of the model, checked against the config. Cheap checks that fail most often come first."""
     loaded, ranks = run.loaded, run.ranks
     renamed = (f"config: {alias} is read as {setting}" for alias, setting in loaded.renamed.items())
     for text in (*renamed, *(f"config: {note}" for note in loaded.notes), *run.resume.notes):
@@ -221,17 +217,27 @@ def _find_model(run: _Run) -> Path:
 
     with run.phases("load"):
         ranks.local_rank0_first(lambda: check_sources(loaded))  # before a model is fetched
-        return ranks.local_rank0_first(lambda: resolve_model(loaded.run.model, loaded.where("model")))
+        base = ranks.local_rank0_first(lambda: resolve_model(loaded.run.model, loaded.where("model")))
+        ranks.local_rank0_first(lambda: check_experts(loaded, base))
+        ranks.local_rank0_first(lambda: method_of(loaded.run).check_model(loaded, base))
+        ranks.local_rank0_first(lambda: check_trained_routers(loaded, ranks.size))
+        ranks.local_rank0_first(lambda: check_router_biases(loaded, base))
+    return base
+
+
+def _choose_auto(run: _Run, base: Path) -> LoadedConfig:
+    """Return the config without `auto` in what depends on the model, and report what was chosen. Collective."""
+    with run.phases("load"):
+        chosen, lines = choose_auto(run.loaded, base, run.resume.checkpoint, run.ranks)
+    for line in lines:
+        run.emit(Notice(line))
+    return chosen
 
 
 def _open(run: _Run, base: Path) -> _OpenedRun:
-    """Check the model against the config, open the data, and find the step to resume from."""
+    """Open the data, and find the step to resume from."""
     loaded, config, ranks, checkpoint = run.loaded, run.loaded.run, run.ranks, run.resume.checkpoint
     with run.phases("load"):
-        ranks.local_rank0_first(lambda: check_experts(loaded, base))
-        ranks.local_rank0_first(lambda: method_of(config).check_model(loaded, base))
-        ranks.local_rank0_first(lambda: check_trained_routers(loaded, ranks.size))
-        ranks.local_rank0_first(lambda: check_router_biases(loaded, base))
         tokenizer = ranks.run_or_raise_on_all(lambda: load_tokenizer(base, config.chat_template))
     saved = ranks.run_or_raise_on_all(lambda: read_state(checkpoint) if checkpoint is not None else None)
     digests = saved.data_seen if saved is not None else None

@@ -204,6 +204,14 @@ class CompressedTensorsDequantizer(Dequantizer):
     def check(self, weight: StoredWeight) -> None:
         part, (args, _, _) = weight.parts[SCALE], self._find_scheme(weight)
         rows, columns = weight.shape if len(weight.shape) == 2 else (0, 0)
+        packed = weight.parts.get(PACKED)
+        if packed is not None and packed.dtype == "I32":
+            expected = (rows, ceil(columns * args.num_bits / INT32_BITS))
+            if packed.shape != expected:
+                raise ModelError(
+                    f"{packed.place} has shape {list(packed.shape)}, and {args.num_bits} bits for each of {rows} x "
+                    f"{columns} numbers take {list(expected)}. Is the folder complete, its config.json its own?"
+                )
         block_rows, block_columns = args.block_structure or (1, 1)
         size = args.group_size if args.group_size and args.group_size > 0 else columns
         grids = {

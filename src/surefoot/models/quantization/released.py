@@ -93,9 +93,19 @@ class _Naming:
     get_shape: Callable[[Parts], tuple[int, ...]]
 
 
+FLOATS = ("BF16", "F16", "F32", "F64")
+"""Types of safetensors that hold weights as they are."""
+
+
 def _get_fp8_shape(parts: Parts) -> tuple[int, ...]:
-    *rows, columns = parts[""].shape
-    return (*rows, columns if parts[""].dtype.startswith("F8") else 2 * columns)  # FP4 is packed in pairs
+    part = parts[""]
+    if part.dtype in FLOATS:
+        raise ModelError(
+            f"{part.place} is stored as {part.dtype}, which is not quantised, and has scales beside it: a part of the "
+            "weights was read back. Remove those scales, or give the folder as it was released."
+        )
+    *rows, columns = part.shape
+    return (*rows, columns if part.dtype.startswith("F8") else 2 * columns)  # FP4 is packed in pairs
 
 
 def _get_mxfp4_shape(parts: Parts) -> tuple[int, ...]:
