@@ -1,11 +1,14 @@
 """What `watch`, `explain` and `report` show of the folder of a run."""
 
 import json
+import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from surefoot.config import as_yaml, load_config
 from surefoot.diagnostics.monitor.event_log import KINDS, PHASES
 from surefoot.diagnostics.monitor.explain import explain
 from surefoot.diagnostics.monitor.ring_buffer import RingWriter
@@ -36,6 +39,32 @@ def test_findings_of_earlier_starts_are_counted_in_one_line(
     assert shown.count("cause: ") == 1
     assert ("surefoot explain" in shown) == (line is not None)
     assert line is None or line in shown
+
+
+@pytest.mark.parametrize("length", [{"max_steps": 200}, {"num_train_epochs": 2.0}])
+def test_the_losses_and_what_is_left_are_shown(
+    settings: dict[str, Any], capsys: pytest.CaptureFixture[str], length: dict[str, Any]
+) -> None:
+    config = load_config(None, [], {**settings, "max_steps": None, **length}).run
+    folder = config.run_folder
+    folder.mkdir()
+    (folder / "run.yaml").write_text(as_yaml(config))
+    lines = [
+        {"step": step, "epoch": step / 100, "loss": 10.0 - step / 10, "grad_norm": 1.0, "tokens_per_second": 1.0,
+         "step_time_s": 2.0}
+        for step in range(1, 51)
+    ]  # fmt: skip
+    (folder / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ring = RingWriter(folder / "events" / "rank-00000-1.ring", 0)
+    ring.write(time.time(), KINDS.index("phase began"), PHASES.index("forward"), 51, (0.0,) * 5)
+    ring.close()
+    watch(folder, once=True)
+    shown = capsys.readouterr().out
+    assert "step 50/200, 5:00 left: loss 5.0000" in shown
+    (sparkline,) = re.findall("loss ([▁-█]+)$", shown, re.MULTILINE)
+    assert len(sparkline) == 40
+    assert list(sparkline) == sorted(sparkline, reverse=True)
+    assert (sparkline[0], sparkline[-1]) == ("█", "▁")
 
 
 @pytest.mark.parametrize("has_ended", [False, True])

@@ -6,9 +6,10 @@ from types import ModuleType
 
 import pytest
 
-from surefoot.events import Evaluated, RunStarted
-from surefoot.training.metrics import Tracker, drop_lines_from
+from surefoot.events import Evaluated, RunEnded, RunStarted
+from surefoot.training.metrics import drop_lines_from
 from surefoot.training.run_summary import is_evaluation
+from surefoot.training.trackers import MlflowTracker, Tracker
 
 
 def test_a_resume_that_evaluates_again_drops_an_evaluation_of_any_method(tmp_path: Path) -> None:
@@ -19,20 +20,44 @@ def test_a_resume_that_evaluates_again_drops_an_evaluation_of_any_method(tmp_pat
     assert path.read_text() == lines[0]
 
 
-@pytest.mark.parametrize(("variable", "project"), [(None, "surefoot"), ("mine", "mine")])
+@pytest.mark.parametrize(
+    ("package", "variable", "project"),
+    [
+        ("wandb", None, "surefoot"), ("wandb", "WANDB_PROJECT", "mine"), ("trackio", "TRACKIO_PROJECT", "mine"),
+        ("swanlab", "SWANLAB_PROJECT", "mine"), ("swanlab", "SWANLAB_PROJ_NAME", "mine"),
+    ],
+)  # fmt: skip
 def test_a_tracker_gets_its_project_from_the_environment(
-    variable: str | None, project: str, monkeypatch: pytest.MonkeyPatch
+    package: str, variable: str | None, project: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[str, object]] = []
-    package = ModuleType("wandb")
-    package.init = lambda **given: calls.append(("init", given["project"]))  # type: ignore[attr-defined]
-    package.log = lambda values, step: calls.append((f"log {step}", values))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "wandb", package)
+    module = ModuleType(package)
+    module.init = lambda **given: calls.append((given["name"], given["project"]))  # type: ignore[attr-defined]
+    module.log = lambda values, step: calls.append((f"log {step}", values))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, package, module)
+    for name in ("WANDB_PROJECT", "TRACKIO_PROJECT", "SWANLAB_PROJECT", "SWANLAB_PROJ_NAME"):
+        monkeypatch.delenv(name, raising=False)
     if variable is not None:
-        monkeypatch.setenv("WANDB_PROJECT", variable)
-    else:
-        monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    tracker = Tracker("wandb", Path("run"), 1)
+        monkeypatch.setenv(variable, project)
+    tracker = Tracker(package, "first", 1)
     tracker.observe(RunStarted(Path("run"), {}, 4, 1, 1, 1))
     tracker.observe(Evaluated(2, {"eval_loss": 1.5, "margin": 2.0}))
-    assert calls == [("init", project), ("log 2", {"eval/loss": 1.5, "eval/margin": 2.0})]
+    assert calls == [("first", project), ("log 2", {"eval/loss": 1.5, "eval/margin": 2.0})]
+
+
+@pytest.mark.parametrize(("status", "ended"), [("completed", "FINISHED"), ("failed", "FAILED")])
+def test_mlflow_gets_settings_metrics_and_the_end(
+    status: str, ended: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="pip install mlflow-skinny")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri(tmp_path.as_uri())
+    tracker = MlflowTracker("first", 1)
+    config = {f"setting_{number}": "x" * number for number in range(700)}
+    tracker.observe(RunStarted(Path("run"), config, 4, 1, 1, 1))
+    tracker.observe(Evaluated(2, {"eval_loss": 1.5}))
+    tracker.observe(RunEnded({"status": status}))
+    (run,) = mlflow.search_runs(experiment_names=["mine"], output_format="list")
+    assert (run.info.run_name, run.info.status, run.data.metrics) == ("first", ended, {"eval/loss": 1.5})
+    assert len(run.data.params) == 700

@@ -104,7 +104,7 @@ INSTEAD: dict[str, str] = {
     "assistant_only_loss": "train_on: assistant, which is the default",
     **dict.fromkeys(["save_strategy", "logging_strategy"], "save_steps and logging_steps say when"),
     **dict.fromkeys(["eval_strategy", "evaluation_strategy"], "eval_dataset turns evaluation on, eval_steps sets when"),
-    **dict.fromkeys(["run_name", "logging_dir"], "output_dir names the run and holds all of its files"),
+    "logging_dir": "output_dir holds all files of the run",
     "push_to_hub": "nothing is sent anywhere; upload the artifact yourself",
     "neftune_noise_alpha": "there is no noise on embeddings here",
     "early_stopping_patience": "there is no early stopping here: watch eval_loss, and stop with Ctrl-C, which saves",

@@ -309,8 +309,11 @@ class RunConfig(BaseModel):
     """Steps between evaluations. Default: only at the end."""
     report: Free[bool] = True
     """Whether to write report.html, a page with the charts and findings of the run, when it ends."""
-    report_to: Free[list[Literal["tensorboard", "wandb", "trackio"]]] = []
-    """Trackers that receive metrics besides metrics.jsonl."""
+    report_to: Free[list[Literal["tensorboard", "wandb", "swanlab", "mlflow", "trackio"]]] = []
+    """Trackers that receive metrics besides metrics.jsonl. The project is that of their own variables (WANDB_PROJECT,
+    SWANLAB_PROJECT, MLFLOW_EXPERIMENT_NAME, TRACKIO_PROJECT), else `surefoot`."""
+    run_name: Free[str | None] = Field(default=None, min_length=1)
+    """Name of the run in trackers. Default: that of its folder."""
 
     @property
     def sequences_per_step(self) -> int:

@@ -14,7 +14,7 @@ from surefoot.migrate.peer_tables import DEFAULTS, GRPO_DEFAULTS, LENGTH_REWARDS
 from surefoot.migrate.sharding import FSDP_SETTINGS, map_fsdp_settings
 from surefoot.migrate.sources import check_entries, map_axolotl_source, parse_swift_source
 
-TRACKERS = ("tensorboard", "wandb", "trackio")
+TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow", "trackio")
 PEER_SCHEDULES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd"}
 """Schedule of transformers -> Surefoot's; those that are not here have the same name, or none."""
 SUPPORTED_SCHEDULES = get_args(known_fields()["lr_scheduler_type"].annotation)

@@ -1,7 +1,8 @@
 """`surefoot watch RUN`: a live view of a run's ranks, phases, speed, memory and findings in the terminal."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -11,11 +12,15 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from surefoot.config import read_saved
 from surefoot.diagnostics.monitor.event_log import Entry, read_history
 from surefoot.diagnostics.monitor.explain import Explanation, explain
 from surefoot.diagnostics.monitor.gpus import read_snapshots
 from surefoot.diagnostics.rules.accelerators import in_words
+from surefoot.errors import ConfigError
+from surefoot.system.console import format_time_left
 from surefoot.system.json_files import is_number, parse_object
+from surefoot.training.run_dir import saved_config
 
 MAY_RUN = ("running", "unknown")
 """Statuses of a run that may still run, on this machine or on others."""
@@ -25,6 +30,8 @@ NEWEST = 8000
 SHOWN = ("step", "loss", "grad_norm", "tokens_per_second")
 STEPS = 20
 """Number of newest steps over which times are measured."""
+BLOCKS, SPARKS = "▁▂▃▄▅▆▇█", 40
+"""Heights of a sparkline, and its width in characters."""
 
 
 def watch(run_folder: Path, *, once: bool = False) -> None:
@@ -48,7 +55,8 @@ def _read_view(run_folder: Path) -> tuple[Explanation, Group]:
 
 
 def _build_view(run_folder: Path, explanation: Explanation, entries: Sequence[Entry]) -> Group:
-    metrics = _read_last_metrics(run_folder / "metrics.jsonl")
+    steps = _read_steps(run_folder / "metrics.jsonl")
+    metrics = steps[-1] if steps else None
     head = Text(f"{run_folder}: {'running' if explanation.status in MAY_RUN else explanation.status}", style="bold")
     table = Table(box=None, pad_edge=False)
     for title in ("rank", "step", "doing", "silent s", "step s", "memory GiB", "time in its last steps"):
@@ -74,7 +82,9 @@ def _build_view(run_folder: Path, explanation: Explanation, entries: Sequence[En
             f"{metrics['tokens_per_second']:.0f} tok/s",
             *([f"busiest expert {max(load):.1f}x the mean"] if load else []),
         ]
-        lines.append(Text(f"step {metrics['step']}: " + "  ".join(parts)))
+        left = _format_left(run_folder, steps) if explanation.status in MAY_RUN else ""
+        lines.append(Text(f"step {metrics['step']}{left}: " + "  ".join(parts)))
+        lines.append(Text(f"loss {_draw_sparkline([line['loss'] for line in steps])}"))
     lines.append(table)
     snapshots = read_snapshots(run_folder)
     if snapshots:
@@ -89,17 +99,39 @@ def _build_view(run_folder: Path, explanation: Explanation, entries: Sequence[En
     return Group(*lines)
 
 
-def _read_last_metrics(path: Path) -> dict[str, Any]:
-    """Return the newest complete line of a step; empty if there is none."""
+def _read_steps(path: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of steps."""
     try:
         lines = path.read_bytes().split(b"\n") if path.is_file() else []
     except OSError:
-        return {}
-    for text in reversed(lines):
-        line = parse_object(text)  # a line that is being written holds no object yet
-        if line is not None and all(is_number(line.get(name)) for name in SHOWN):
-            return line
-    return {}
+        return []
+    objects = map(parse_object, lines)  # a line that is being written holds no object yet
+    return [line for line in objects if line is not None and all(is_number(line.get(name)) for name in SHOWN)]
+
+
+def _format_left(run_folder: Path, steps: Sequence[Mapping[str, Any]]) -> str:
+    """Return the number of steps of the run and the time that is left, `/200, 1:15 left`; empty if unknown."""
+    newest = steps[-1]
+    try:
+        config = read_saved(saved_config(run_folder)[0])
+        share = config.share_done(newest["step"], float(newest["epoch"]))
+        times_s = [float(line["step_time_s"]) for line in steps[-STEPS:]]
+    except (ConfigError, ValueError, KeyError, TypeError):
+        return ""
+    if not share > 0:
+        return ""
+    total = config.max_steps or round(newest["step"] / share)
+    return f"/{total}, {format_time_left(median(times_s) * max(0, total - newest['step']))} left"
+
+
+def _draw_sparkline(values: Sequence[float]) -> str:
+    """Return values as a row of at most `SPARKS` blocks, each the median of its share of them."""
+    count = min(SPARKS, len(values))
+    cuts = [len(values) * number // count for number in range(count + 1)]
+    points = [median(values[begin:end]) for begin, end in pairwise(cuts)]
+    lowest, highest = min(points), max(points)
+    span = highest - lowest or 1.0
+    return "".join(BLOCKS[round((point - lowest) / span * (len(BLOCKS) - 1))] for point in points)
 
 
 def _format_step_time(entries: Sequence[Entry]) -> str:

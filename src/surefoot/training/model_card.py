@@ -1,0 +1,97 @@
+"""The model card of a trained adapter or model: README.md beside it, from the settings and the end of its run."""
+
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from surefoot.config.schema import HUB_ID
+from surefoot.events import Event, RunEnded, RunStarted
+from surefoot.system.atomic_io import write_text
+from surefoot.version import __version__
+
+CARD = "README.md"
+SHOWN = (
+    "max_length", "packing", "global_batch_size", "learning_rate", "lr_scheduler_type", "warmup_ratio", "weight_decay",
+    "seed", "dtype",
+)  # fmt: skip
+"""Settings that a card lists."""
+SHOWN_WITH_LORA = ("lora_rank", "lora_alpha", "target_modules")
+
+
+class ModelCard:
+    """Observer that writes the card once a run is complete."""
+
+    def __init__(self) -> None:
+        self._config: Mapping[str, Any] = {}
+
+    def observe(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self._config = event.config
+        elif isinstance(event, RunEnded) and self._config and event.summary.get("artifact"):
+            write_text(Path(event.summary["artifact"]) / CARD, make_card(self._config, event.summary))
+
+
+def make_card(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    """Return the card of what a run wrote. Files are named without their folders, which are nobody's business."""
+    is_adapter = config["tuning"] == "lora"
+    base = _name(config["model"])
+    header: dict[str, Any] = {
+        "library_name": "peft" if is_adapter else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["surefoot", config["method"], *(["lora"] if is_adapter else [])],
+    }
+    if HUB_ID.match(config["model"]):
+        header["base_model"] = config["model"]
+    datasets = [item["path"] for item in config["dataset"] if HUB_ID.match(item["path"])]
+    if datasets:
+        header["datasets"] = datasets
+    what = f"A LoRA adapter for {base}" if is_adapter else f"{base}, fine-tuned in full"
+    return "\n".join(
+        [
+            "---", yaml.safe_dump(header, sort_keys=False).strip(), "---", "",
+            f"# {config.get('run_name') or Path(config['output_dir']).name}", "",
+            f"{what}, trained by Surefoot with `method: {config['method']}`.", "",
+            "## Load it", "", "```python", *_loading(base, is_adapter=is_adapter), "```", "",
+            "## Training", "", "| | |", "|---|---|",
+            *(f"| {name} | {value} |" for name, value in _facts(config, summary, is_adapter=is_adapter)), "",
+        ]
+    )  # fmt: skip
+
+
+def _name(model: str) -> str:
+    """Return the name of a model: a hub id, or the last part of a path."""
+    return model if HUB_ID.match(model) else Path(model).name
+
+
+def _loading(base: str, *, is_adapter: bool) -> Iterator[str]:
+    yield "from transformers import AutoModelForCausalLM, AutoTokenizer"
+    if is_adapter:
+        yield "from peft import PeftModel"
+        yield ""
+        yield f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "THIS_FOLDER")'
+    else:
+        yield ""
+        yield 'model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER")'
+    yield 'tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")'
+
+
+def _facts(config: Mapping[str, Any], summary: Mapping[str, Any], *, is_adapter: bool) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of the table."""
+    yield "base model", _name(config["model"])
+    yield "data", ", ".join(_name(item["path"]) for item in config["dataset"])
+    yield "rows trained", summary["examples"].get("trained", 0)
+    yield "steps", summary["steps"]
+    if summary["train_loss"] is not None:
+        yield "mean training loss", f"{summary['train_loss']:.4f}"
+    for name, value in summary["evaluation"].items():
+        if name != "step":
+            yield name, f"{value:.4f}"
+    for name in (*(SHOWN_WITH_LORA if is_adapter else ()), *SHOWN):
+        value = config[name]
+        yield name, ", ".join(value) if isinstance(value, list) else value
+    yield "surefoot", __version__
+    for package in ("torch", "transformers"):
+        yield package, version(package)
