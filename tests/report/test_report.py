@@ -15,7 +15,8 @@ import vl_convert
 import surefoot as package
 from surefoot.diagnostics.drill import settings_of
 from surefoot.diagnostics.monitor.event_log import Entry
-from surefoot.diagnostics.report.html import write_report
+from surefoot.diagnostics.report.charts import CURVES, PALETTE
+from surefoot.diagnostics.report.html import SCRIPT, write_report
 from surefoot.diagnostics.report.run_history import _collect_ledger
 from surefoot.errors import ConfigError
 from surefoot.findings import Finding
@@ -24,7 +25,7 @@ from tests.support.data import counting_rows, write_jsonl
 from tests.support.processes import surefoot
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-CHARTS = {"loss", "rate", "speed", "phases", "memory", "ledger", "experts", "timeline"}
+CHARTS = {"loss", "gradient", "rate", "speed", "phases", "memory", "ledger", "experts", "timeline"}
 MOST_BYTES = 1_500_000
 EVIL = "</script><script>throw 'not escaped'</script>"
 
@@ -40,6 +41,8 @@ def run_folder(model_folder: Callable[[str], Path], tmp_path_factory: pytest.Tem
     with open(folder / "metrics.jsonl", "a") as metrics:  # as a run that broke leaves it
         metrics.write('{"step": 31, "loss": NaN, "grad_norm": Infinity}\n{"step": 32, "lo')
     FindingLog(folder).note(Finding("SF302", f"it waits {EVIL}", {"rank": 0, "evil": EVIL}, "Wait less."))
+    with open(folder / "findings.jsonl", "a") as findings:
+        findings.write(json.dumps({"time_s": 1.0, **Finding("SF101", "a rank died", {}).as_dict()}) + "\n")
     return folder
 
 
@@ -52,11 +55,58 @@ def test_the_page_is_one_small_file(run_folder: Path) -> None:
     outside = re.sub(r"<script[ >].*?</script>", "", text, flags=re.S)
     assert not re.search(r'(src|href)="(?!data:)', outside), "it loads nothing from elsewhere"
     assert not re.search(r"<script[^>]* src=", text)
-    written = re.search(r'id="charts">(.*?)</script>', text, re.S)
+    written = re.search(r'id="charts"[^>]*>(.*?)</script>', text, re.S)
     assert written is not None
     assert "NaN" not in written[1]
     charts = json.loads(written[1])
     assert set(charts) == CHARTS
+    for spec in charts.values():
+        vl_convert.vegalite_to_svg(spec)
+    colors = charts["phases"]["layer"][0]["encoding"]["color"]["scale"]
+    assert dict(zip(colors["domain"], colors["range"], strict=True))["optimizer"] == PALETTE[5], "in every report"
+    assert re.findall(r"<h2>(SF\d+) [^<]*\(in an earlier start\)</h2>", text) == ["SF101"]
+    for shown in ("mixtral", "sft, lora", "rows.jsonl"):
+        assert f"<dd>{shown}</dd>" in text
+
+
+PAGE = """
+const page = JSON.parse(require("fs").readFileSync(0, "utf8")), shown = {};
+const control = (values) => ({ addEventListener() {}, ...values });
+const elements = { charts: { textContent: page.charts, dataset: { curves: page.curves } },
+  smoothing: control({ value: page.smoothing }), log: control({ checked: page.log }) };
+globalThis.document = { getElementById: (id) => elements[id] };
+globalThis.matchMedia = () => control({ matches: false });
+globalThis.vegaEmbed = (id, spec) => { shown[id.slice(1)] = spec; return { catch() {} }; };
+(0, eval)(page.script);
+console.log(JSON.stringify(shown));
+"""
+"""The script of a page, with what it needs of a browser."""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_curves_are_smoothed_and_drawn_in_a_logarithmic_scale() -> None:
+    rows = [{"step": step, "loss": value, "of": of} for of in ("a", "b") for step, value in enumerate((4.0, 2.0, 1.0))]
+    layer = {"mark": {"type": "line"}, "data": {"values": rows}, "encoding": {"y": {"field": "loss"}}}
+    points = {**layer, "mark": {"type": "point"}}
+    specs = {"loss": {"layer": [layer, points]}, "memory": {"layer": [layer]}}
+
+    def draw(smoothing: float, *, log: bool) -> dict[str, Any]:
+        page = {"charts": json.dumps(specs), "curves": json.dumps(CURVES), "script": SCRIPT, "smoothing": smoothing}
+        done = subprocess.run(
+            ["node", "-e", PAGE], input=json.dumps({**page, "log": log}), capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        shown: dict[str, Any] = json.loads(done.stdout)
+        return shown
+
+    assert draw(0, log=False) == specs
+    shown = draw(0.5, log=True)
+    assert shown["memory"] == specs["memory"]
+    line, dots = shown["loss"]["layer"]
+    values = [row["loss"] for row in line["data"]["values"]]
+    assert values == pytest.approx([4, 8 / 3, 12 / 7] * 2), "each line by itself, without a bias to 0"
+    assert dots["data"] == points["data"]
+    assert (line["encoding"]["y"]["scale"]["type"], dots["encoding"]["y"]["scale"]["type"]) == ("log", "log")
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +134,7 @@ def grpo_folder(model_folder: Callable[[str], Path], tmp_path_factory: pytest.Te
 
 def test_the_page_of_grpo_shows_rewards_and_completions(grpo_folder: Path) -> None:
     text = write_report(grpo_folder).read_text()
-    written = re.search(r'id="charts">(.*?)</script>', text, re.S)
+    written = re.search(r'id="charts"[^>]*>(.*?)</script>', text, re.S)
     assert written is not None
     assert {"reward", "length", "entropy", "importance", "kl"} <= set(json.loads(written[1]))
     assert EVIL not in text

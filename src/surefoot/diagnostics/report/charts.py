@@ -11,6 +11,19 @@ PHASE_ORDER = [
     "data_wait", "collectives", "forward", "forward_backward", "backward", "optimizer", "evaluate", "save",
     "sync", "rollout", "rollout_wait", "reward",
 ]  # fmt: skip
+CURVES = ("reward", "length", "entropy", "importance", "kl", "loss", "gradient", "rate", "speed")
+"""Charts of values over steps, which the page smooths, zooms and draws in a logarithmic scale."""
+ZOOM: Spec = {
+    "name": "zoom",
+    "select": {"type": "interval", "encodings": ["x"], "zoom": "wheel![event.shiftKey]"},
+    "bind": "scales",
+}
+"""Dragging moves, the wheel with Shift zooms, a double click shows all."""
+PALETTE = [
+    "#4c78a8", "#f58518", "#54a24b", "#72b7b2", "#e45756", "#b279a2", "#ff9da6", "#9d755d", "#eeca3b", "#bab0ac",
+    "#6b4c9a", "#2f7d5b",
+]  # fmt: skip
+"""Colours of phases and owners, in their order: the same in every report."""
 OWNER_ORDER = ["frozen parameters", "trained parameters", "gradients", "optimizer", "activations", "other"]
 
 
@@ -24,6 +37,7 @@ def charts(history: RunHistory) -> dict[str, tuple[str, Spec]]:
         "importance": ("Trainer's over the engine's probability", _draw_line(rollouts, "importance_ratio", "ratio")),
         "kl": ("Divergence from the reference", _draw_line(rollouts, "kl", "nats")),
         "loss": ("Loss", _draw_loss(history)),
+        "gradient": ("Norm of the gradient", _draw_line(steps, "grad_norm", "norm")),
         "rate": ("Learning rate", _draw_line(steps, "learning_rate", "learning rate")),
         "speed": ("Tokens per second", _draw_line(steps, "tokens_per_second", "tokens/s", zero=True)),
         "phases": ("Time of a step by phase, mean of the ranks", _draw_phases(history.phases)),
@@ -34,6 +48,9 @@ def charts(history: RunHistory) -> dict[str, tuple[str, Spec]]:
         "timeline": ("Time line", _draw_timeline(history)),
     }
     options = {"width": "container", "height": HEIGHT, "config": {"mark": {"tooltip": True}}}
+    for name in CURVES:
+        if drawn[name][1]:
+            drawn[name][1][0]["params"] = [ZOOM]
     return {name: (title, {"layer": layers, **options}) for name, (title, layers) in drawn.items() if layers}
 
 
@@ -57,6 +74,15 @@ def _number(field: str, **options: Any) -> Spec:
 
 def _name(field: str, **options: Any) -> Spec:
     return {"field": field, "type": "nominal", **options}
+
+
+def _fixed_colors(field: str, order: list[str], rows: list[Row]) -> Spec:
+    """Return the colours of names of an order, each with its own; names that are not in it come last."""
+    names = {str(row[field]) for row in rows}
+    present = [*(name for name in order if name in names), *sorted(names - set(order))]
+    indices = [order.index(name) if name in order else len(order) for name in present]
+    colors = [PALETTE[index % len(PALETTE)] for index in indices]
+    return _name(field, title=None, sort=present, scale={"domain": present, "range": colors})
 
 
 def _ordinal(field: str, **options: Any) -> Spec:
@@ -112,7 +138,7 @@ def _draw_phases(rows: list[Row]) -> list[Spec]:
         {"type": "bar"},
         x=_ordinal("step", axis={"labelOverlap": True}),
         y=_number("seconds"),
-        color=_name("phase", title=None, sort=PHASE_ORDER),
+        color=_fixed_colors("phase", PHASE_ORDER, rows),
     )
 
 
@@ -126,7 +152,7 @@ def _draw_ledger(rows: list[Row]) -> list[Spec]:
         {"type": "bar"},
         x=_number("mib", title="MiB"),
         y=_name("rank"),
-        color=_name("owner", title=None, sort=OWNER_ORDER),
+        color=_fixed_colors("owner", OWNER_ORDER, rows),
     )
 
 

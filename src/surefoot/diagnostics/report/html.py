@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from surefoot.diagnostics.report.charts import charts
+from surefoot.diagnostics.report.charts import CURVES, charts
 from surefoot.diagnostics.report.run_history import Row, RunHistory, read_run_history
 from surefoot.errors import ConfigError, InputError, StorageError
 from surefoot.system.atomic_io import cache_folder, write_text
@@ -34,6 +34,8 @@ section { background: var(--card); border: 1px solid var(--line); border-radius:
 dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: .5rem 1rem; margin: 0; }
 dt { color: var(--soft); font-size: .85rem; } dd { margin: 0; font-weight: 600; overflow-wrap: anywhere; }
 .error { border-left: 4px solid #dc2626; }
+.earlier { opacity: .65; }
+.controls { display: flex; flex-wrap: wrap; gap: .5rem 1.5rem; align-items: center; color: var(--soft); }
 .warning { border-left: 4px solid #d97706; }
 .info { border-left: 4px solid #2563eb; }
 table { border-collapse: collapse; width: 100%; font-size: .85rem; }
@@ -45,14 +47,37 @@ pre { overflow-x: auto; font-size: .8rem; }
 SCRIPT = """
 const charts = JSON.parse(document.getElementById("charts").textContent);
 const dark = matchMedia("(prefers-color-scheme: dark)");
+const curves = new Set(JSON.parse(document.getElementById("charts").dataset.curves));
+const smoothing = document.getElementById("smoothing"), log = document.getElementById("log");
+function smooth(rows, field, weight) {
+  const last = {};
+  return rows.map((row) => {
+    const kind = row.of ?? "", before = last[kind] ?? { sum: 0, mass: 0 };
+    const sum = weight * before.sum + (1 - weight) * row[field], mass = weight * before.mass + (1 - weight);
+    last[kind] = { sum, mass };
+    return { ...row, [field]: sum / mass };
+  });
+}
+function adjust(spec, weight, isLog) {
+  const copy = JSON.parse(JSON.stringify(spec));
+  for (const layer of copy.layer) {
+    const y = layer.encoding.y, rows = layer.data.values;
+    if (layer.mark.type === "line" && weight > 0) layer.data.values = smooth(rows, y.field, weight);
+    if (isLog && rows.every((row) => row[y.field] > 0)) y.scale = { type: "log", nice: false };
+  }
+  return copy;
+}
 function draw() {
   for (const [name, spec] of Object.entries(charts)) {
-    vegaEmbed("#" + name, spec, {
+    const shown = curves.has(name) ? adjust(spec, Number(smoothing.value), log.checked) : spec;
+    vegaEmbed("#" + name, shown, {
       actions: false, renderer: "svg", theme: dark.matches ? "dark" : undefined, config: { background: "transparent" },
     }).catch((error) => console.error(name, error));
   }
 }
 dark.addEventListener("change", draw);
+smoothing.addEventListener("change", draw);
+log.addEventListener("change", draw);
 draw();
 """
 
@@ -129,11 +154,16 @@ def _render_page(history: RunHistory, chart_script: str) -> str:
 <h1>{escape(str(history.explanation.run_folder))}</h1>
 {_render_summary(history)}
 {_render_findings(history)}
+<section class="controls">
+<label>smoothing <input type="range" id="smoothing" min="0" max="0.98" step="0.02" value="0"></label>
+<label><input type="checkbox" id="log"> logarithmic</label>
+<span>drag a curve to move it, Shift and the wheel zoom, a double click shows all</span>
+</section>
 <div class="grid">{sections}</div>
 {_render_completions(history)}
 <section><details><summary>run.yaml</summary><pre>{escape(history.config)}</pre></details></section>
 </main>
-<script type="application/json" id="charts">{specs}</script>
+<script type="application/json" id="charts" data-curves='{json.dumps(CURVES)}'>{specs}</script>
 <script>{chart_script}</script>
 <script>{SCRIPT}</script>
 </body>
@@ -142,9 +172,13 @@ def _render_page(history: RunHistory, chart_script: str) -> str:
 
 
 def _render_summary(history: RunHistory) -> str:
-    summary = history.summary
+    summary, settings = history.summary, history.settings
     shown: Row = {
         "status": history.explanation.status,
+        "model": Path(str(settings.get("model", ""))).name,
+        "method": f"{settings.get('method', '')}, {settings.get('tuning', '')}",
+        "data": ", ".join(Path(str(item.get("path", ""))).name for item in settings.get("dataset", [])),
+        "started": history.started_at,
         "steps": history.steps[-1]["step"] if history.steps else 0,
         **(
             {"first and last reward": " and ".join(f"{history.rollouts[end]['reward']:.3f}" for end in (0, -1))}
@@ -166,8 +200,10 @@ def _render_findings(history: RunHistory) -> str:
         rows = "".join(
             f"<tr><td>{escape(name)}</td><td>{escape(str(value))}</td></tr>" for name, value in finding.evidence.items()
         )
+        is_earlier = history.explanation.is_earlier(finding)
+        kinds, when = f"{finding.severity}{' earlier' * is_earlier}", " (in an earlier start)" * is_earlier
         cards.append(
-            f'<section class="{finding.severity}"><h2>{finding.code} {escape(finding.title)}</h2>'
+            f'<section class="{kinds}"><h2>{finding.code} {escape(finding.title)}{when}</h2>'
             f"<p>{escape(finding.cause)}</p><p><b>What to do:</b> {escape(finding.fix)}</p>"
             f"<details><summary>evidence</summary><table>{rows}</table></details></section>"
         )

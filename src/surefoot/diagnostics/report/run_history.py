@@ -12,6 +12,7 @@ from surefoot.diagnostics.monitor.gpus import GpuSnapshot, read_snapshots
 from surefoot.diagnostics.rules.step_times import RankTimes
 from surefoot.errors import ConfigError
 from surefoot.system.json_files import DamagedFile, is_count, is_number, read_object, read_objects
+from surefoot.training.run_dir import ENVIRONMENT, saved_config
 from surefoot.training.run_summary import COMPLETIONS, METRICS
 
 Row = dict[str, Any]
@@ -62,6 +63,10 @@ class RunHistory:
     """time_min, code, title."""
     summary: Row
     config: str
+    settings: Row
+    """Content of run.yaml; empty if it is damaged."""
+    started_at: str
+    """Date and time of the newest start, from environment.json; empty if unknown."""
 
 
 def read_run_history(run_folder: Path) -> RunHistory:
@@ -103,7 +108,27 @@ def read_run_history(run_folder: Path) -> RunHistory:
         ],
         summary=_read_summary(run_folder / "summary.json"),
         config=_read_text(run_folder / "run.yaml"),
+        settings=_read_settings(run_folder),
+        started_at=_read_start(run_folder / ENVIRONMENT),
     )
+
+
+def _read_settings(run_folder: Path) -> Row:
+    try:
+        settings, _ = saved_config(run_folder)
+    except ValueError:
+        return {}
+    items = settings.get("dataset")
+    are_items = isinstance(items, list) and all(isinstance(item, dict) for item in items)
+    return {**settings, "dataset": items if are_items else []}
+
+
+def _read_start(path: Path) -> str:
+    """Return `2026-11-28 01:20` of the time in environment.json."""
+    try:
+        return str(read_object(path).get("started_at", ""))[:16].replace("T", " ")
+    except DamagedFile:
+        return ""
 
 
 def _select_completions(path: Path) -> list[Row]:
