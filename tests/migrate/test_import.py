@@ -92,7 +92,7 @@ def test_options_that_are_not_known_are_listed(tmp_path: Path) -> None:
     ("command", "said"),
     [
         ("llamafactory-cli train a.sh", ["a.sh"]),
-        ("trl sft --model_name_or_path m --report_to mlflow wandb", ["report_to = mlflow", 'report_to: ["wandb"]']),
+        ("trl sft --model_name_or_path m --report_to comet_ml wandb", ["report_to = comet_ml", 'report_to: ["wandb"]']),
         ("accelerate launch --mixed_precision fp8 sft.py --model_name_or_path m", ["mixed_precision = fp8"]),
         ("swift sft --model m --dataset a --train_sampler_random false", ["shuffle: false"]),
         ("swift sft -x 3 --model m --dataset a", ["-x = 3"]),

@@ -2,13 +2,16 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from surefoot.errors import ModelError
 from surefoot.models import resolve_model as sources
+from surefoot.models.adapter import base_name
 from surefoot.models.build import build_model, load_config, load_tokenizer
 from surefoot.models.resolve_model import resolve_model
 
@@ -115,3 +118,37 @@ def test_looking_at_data_needs_no_weights(tmp_path: Path, model_folder: Callable
     assert resolve_model(str(tmp_path / "model"), weights=False) == tmp_path / "model"
     with pytest.raises(ModelError, match=r"weights.* model\.safetensors"):
         resolve_model(str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    ("source", "variable"), [("modelscope:org/name", None), ("org/name", "1"), ("org/name", "true")]
+)
+def test_a_model_of_modelscope_is_fetched_by_its_package(
+    source: str, variable: str | None, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, asked = model_folder("llama"), []
+    module = ModuleType("modelscope")
+
+    def snapshot_download(name: str, *, local_files_only: bool, allow_patterns: list[str], **_: object) -> str:
+        asked.append((name, local_files_only, "*.safetensors" in allow_patterns))
+        if local_files_only and len(asked) == 1:
+            raise ValueError("not cached")
+        return str(folder)
+
+    module.snapshot_download = snapshot_download  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "modelscope", module)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("USE_MODELSCOPE", variable or "0")
+    assert sources.folder_here(source) is None
+    assert sources.may_be_fetched(source)
+    assert resolve_model(source) == folder
+    assert sources.folder_here(source) == folder
+    assert asked == [("org/name", True, False), ("org/name", False, True), ("org/name", True, False)]
+    assert base_name(source, folder) == (str(folder) if source.startswith("modelscope:") else source)
+
+
+def test_modelscope_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "modelscope", None)
+    assert sources.folder_here("modelscope:org/name") is None
+    with pytest.raises(ModelError, match="pip install modelscope"):
+        resolve_model("modelscope:org/name")

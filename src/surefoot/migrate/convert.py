@@ -24,7 +24,7 @@ from surefoot.migrate.peer_tables import (
 )
 from surefoot.migrate.rollout_engine import choose_rollout_engine
 from surefoot.migrate.sharding import check_deepspeed_config, read_deepspeed_settings
-from surefoot.migrate.sources import MODELSCOPE_NOTE, is_modelscope_id, list_axolotl_left_out, list_swift_left_out
+from surefoot.migrate.sources import MODELSCOPE_MODEL_NOTE, is_modelscope_id, list_axolotl_left_out, list_swift_left_out
 from surefoot.migrate.trained_modules import choose_trained_modules, leave_out_expert_dropout, note_routers
 
 VARIABLES = {
@@ -151,7 +151,7 @@ def _list_left_out_parts(run: ParsedRun, name: str, value: Any, peer_setting: st
         why = "a limit always applies here, 2048 tokens by default: a longer row stops the run, and no row is truncated"
         return {peer_setting: why}
     if name in ("model", "model_id_or_path") and is_modelscope_id(str(value)) and not _uses_huggingface(run):
-        return {peer_setting: MODELSCOPE_NOTE}
+        return {peer_setting: MODELSCOPE_MODEL_NOTE}
     if name == "report_to":
         unsupported = [tracker for tracker in as_list(value) if tracker not in (*TRACKERS, "none", None)]
         return {f"{name} = {tracker}": f"only {', '.join(TRACKERS)} are available" for tracker in unsupported}

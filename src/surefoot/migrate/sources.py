@@ -10,7 +10,8 @@ SWIFT_SOURCE = re.compile(r"^(?:(HF|MS|hf|ms)::)?(?:([\w.-]+/[\w.-]+):([\w./-]+?
 """Source of ms-swift: `HF::owner/name:subset#500`, or a path."""
 
 
-MODELSCOPE_NOTE = "this is an id of ModelScope, but ids here are those of huggingface.co"
+MODELSCOPE_NOTE = "this is an id of ModelScope, but ids of data here are those of huggingface.co"
+MODELSCOPE_MODEL_NOTE = "this is an id of ModelScope: write modelscope:ID, or set USE_MODELSCOPE=1"
 MODELSCOPE_OWNERS = ("AI-ModelScope/", "LLM-Research/", "ZhipuAI/", "damo/", "iic/", "modelscope/", "swift/")
 """Owners on ModelScope whose models are missing or different on huggingface.co."""
 

