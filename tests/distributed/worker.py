@@ -7,6 +7,7 @@ a run, process_groups.txt in its folder says how many process groups a rank is i
 import json
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from surefoot.system.process import leave
 from surefoot.training.async_checkpoint import Saver
 from surefoot.training.phases import Phases
 from surefoot.training.run_dir import Resume
-from surefoot.training.trainer import _assemble, _open, _Run
+from surefoot.training.trainer import _assemble, _check_model, _choose_auto, _open, _Run
 from tests.support.ranks import run_on_ranks
 
 
@@ -31,7 +32,9 @@ def reshard(settings: dict[str, Any], target: str, ranks: World) -> None:
         Path(target).mkdir(parents=True)
     with ExitStack() as cleanup:
         run = _Run(loaded, resume, ranks, lambda _: None, Phases(lambda _: None, ranks.rank))
-        assembled = _assemble(run, _open(run), cleanup, lambda: False)
+        base = _check_model(run)
+        run = replace(run, loaded=_choose_auto(run, base))
+        assembled = _assemble(run, _open(run, base), cleanup, lambda: False)
     train_context = assembled.loop.train_context
     saver = Saver(Path(target), {}, None, ranks)
     saver.save(train_context.saved_tensors, train_context.optimizer, assembled.state)
