@@ -38,8 +38,9 @@ LOW_PRECISION_TOLERANCE = 0.05
 """Largest relative difference (of norms) between a sample in a row and alone that rounding explains."""
 LOGITS_TOLERANCE = 0.2
 """The same for logits in low precision, after every layer's rounding and an expert chosen otherwise here and there."""
-AHEAD_TOLERANCE = 0.01
-"""Largest relative difference in low precision that tokens may make to those before them: both rows have one shape."""
+AHEAD_TOLERANCE = 0.03
+"""Largest relative difference in low precision that tokens may make to those before them. Both rows have one shape: on
+the CPU the difference is 0 for every causal architecture, and 0.07 for a BERT of 12 layers that attends both ways."""
 MISSING_KERNELS = re.compile(r"keep packed sequences apart without `([^`]+)`")
 """transformers' message for a kernel that is not installed."""
 OTHER_TYPES = re.compile(r"scalar type|same dtype|BFloat16|dtypes? match", re.IGNORECASE)

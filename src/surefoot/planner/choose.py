@@ -30,7 +30,9 @@ def choose_for_memory(
     """
     chooses_recompute = run.gradient_checkpointing == AUTO
     chooses_rows = run.per_device_train_batch_size == AUTO
-    recomputes = [False, True][: 1 + can_recompute] if chooses_recompute and is_on_gpu else [_recomputes(run)]
+    recomputes = (
+        [False, True][: 1 + can_recompute] if chooses_recompute and is_on_gpu else [run.gradient_checkpointing is True]
+    )
     rows = _list_row_counts(run) if chooses_rows else [run.rows_at_a_time]
     least = _with(run, recomputes[-1], rows[0])
     if len(recomputes) == len(rows) == 1:
@@ -61,7 +63,7 @@ def choose_for_memory(
 
 def _explain(best: Forecast | None, too_large: list[Forecast], refusal: SurefootError | None) -> str:
     """Return why settings were chosen: what they need, and what others need; or why nothing is known."""
-    misfits = [f"{_format_gib(_needed_bytes(candidate))}" for candidate in too_large]
+    misfits = [_format_gib(_needed_bytes(candidate)) for candidate in too_large]
     others = f"; what is faster needs {' or '.join(misfits)}" if misfits else ""
     if best is not None:
         return f"{_format_gib(_needed_bytes(best))} of {_format_gib(_room_bytes(best))} by the forecast{others}"
@@ -70,7 +72,7 @@ def _explain(best: Forecast | None, too_large: list[Forecast], refusal: Surefoot
         return (
             f"the least, but {_format_gib(_needed_bytes(least))} of {_format_gib(_room_bytes(least))} by the forecast"
         )
-    return f"the least memory, because nothing could be forecast: {one_line(refusal) if refusal else ''}"
+    return f"what needs the least memory, because nothing could be forecast: {one_line(refusal) if refusal else ''}"
 
 
 def choose_on_this_machine(run: RunConfig, base: Path) -> tuple[RunConfig, str | None]:
@@ -86,12 +88,8 @@ def choose_on_this_machine(run: RunConfig, base: Path) -> tuple[RunConfig, str |
         return forecast(candidate, base, device, host_free_bytes=room_bytes())
 
     with limit_trace_time(LIMIT_S):
-        can_recompute = meta_model(base).supports_gradient_checkpointing
+        can_recompute = not is_on_gpu or meta_model(base).supports_gradient_checkpointing
         return choose_for_memory(run, forecast_run, is_on_gpu=is_on_gpu, can_recompute=can_recompute)
-
-
-def _recomputes(run: RunConfig) -> bool:
-    return run.gradient_checkpointing is True
 
 
 def _with(run: RunConfig, recompute: bool, rows: int) -> RunConfig:
