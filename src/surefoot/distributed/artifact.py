@@ -13,7 +13,9 @@ from surefoot.models.build import trainable_parameters
 from surefoot.models.dtensor_blocks import gather_full
 from surefoot.models.export import in_layers, name_ends, stored_buffers, write_model
 from surefoot.models.lora import LoraSettings
-from surefoot.system.atomic_io import new_folder
+from surefoot.system.atomic_io import new_folder, write_text
+
+CARD = "README.md"
 
 
 def write_artifact(
@@ -25,11 +27,13 @@ def write_artifact(
     source: str,
     ranks: World = SINGLE_PROCESS,
     dtype: torch.dtype | None = None,
+    card: str | None = None,
 ) -> Path:
     """Write the trained adapter (PEFT format), or without LoRA the full model (HF format, in `dtype` or the base's).
 
     `base` is the base model's folder, `source` its name in the config. Rank 0 writes the tensors that the ranks gather:
-    it holds one parameter of an adapter, or one layer of a model. Collective. Raises: StorageError.
+    it holds one parameter of an adapter, or one layer of a model. `card`: text of its README.md. Collective. Raises:
+    StorageError.
     """
     parameters = trainable_parameters(model) if settings is not None else dict(model.named_parameters())
     others = tensors_beside(model, parameters) if settings is not None else stored_buffers(model)
@@ -48,6 +52,8 @@ def write_artifact(
                         write_model(folder, base, shapes, values, dtype)
                         name_ends(folder, answer_ends(tokenizer))
                     tokenizer.save_pretrained(folder)
+                    if card is not None:
+                        write_text(folder / CARD, card)
         finally:
             for _ in values:  # every rank takes part in gathering, also if rank 0 could not write
                 pass

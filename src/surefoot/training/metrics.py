@@ -18,7 +18,6 @@ from surefoot.events import (
 )
 from surefoot.system.atomic_io import raise_storage_error
 from surefoot.system.json_files import is_count, keep_lines
-from surefoot.training.model_card import ModelCard
 from surefoot.training.run_summary import COMPLETIONS, EVAL_COMPLETIONS, LOG, METRICS, is_evaluation
 from surefoot.training.screen import LogFile, Screen
 from surefoot.training.trackers import as_metrics, build_trackers, has_logged_metrics
@@ -114,7 +113,7 @@ def build_observers(config: RunConfig, *, screen: bool) -> list[Observer]:
         MetricsFile(run_folder / METRICS, logging_steps),
         CompletionsFile(run_folder / COMPLETIONS, run_folder / EVAL_COMPLETIONS),
     ]
-    observers += [LogFile(run_folder / LOG, logging_steps), ModelCard()]
+    observers.append(LogFile(run_folder / LOG, logging_steps))
     if screen:
         observers.append(Screen(logging_steps, verbosity=config.verbosity))
     return [*observers, *build_trackers(config)]

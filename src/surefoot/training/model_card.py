@@ -8,30 +8,14 @@ from typing import Any
 import yaml
 
 from surefoot.config.schema import HUB_ID
-from surefoot.events import Event, RunEnded, RunStarted
-from surefoot.system.atomic_io import write_text
 from surefoot.version import __version__
 
-CARD = "README.md"
 SHOWN = (
     "max_length", "packing", "global_batch_size", "learning_rate", "lr_scheduler_type", "warmup_ratio", "weight_decay",
     "seed", "dtype",
 )  # fmt: skip
 """Settings that a card lists."""
 SHOWN_WITH_LORA = ("lora_rank", "lora_alpha", "target_modules")
-
-
-class ModelCard:
-    """Observer that writes the card once a run is complete."""
-
-    def __init__(self) -> None:
-        self._config: Mapping[str, Any] = {}
-
-    def observe(self, event: Event) -> None:
-        if isinstance(event, RunStarted):
-            self._config = event.config
-        elif isinstance(event, RunEnded) and self._config and event.summary.get("artifact"):
-            write_text(Path(event.summary["artifact"]) / CARD, make_card(self._config, event.summary))
 
 
 def make_card(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:

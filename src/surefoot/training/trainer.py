@@ -33,6 +33,7 @@ from surefoot.training.expert_load import ExpertLoadCounter, trains_routers
 from surefoot.training.expert_parallel import check_experts, choose_expert_parallel, describe_choice
 from surefoot.training.loop import LoopContext, fit
 from surefoot.training.metrics import build_observers
+from surefoot.training.model_card import make_card
 from surefoot.training.model_notices import describe_model
 from surefoot.training.out_of_memory import DeviceNow, MemoryWatch, is_out_of_memory
 from surefoot.training.phases import Phases
@@ -112,7 +113,9 @@ def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: World, *,
             opened.data.end()
             train_loss = state.loss_sum / state.step if state.step else None
             with run.phases("export"):
-                artifact = assembled.write_artifact() if status == "completed" else None
+                told = record.result("completed", train_loss=train_loss).as_dict()
+                card = make_card(assembled.loop.config.model_dump(mode="json"), told) if ranks.is_first else None
+                artifact = assembled.write_artifact(card) if status == "completed" else None
             return _share_result(run, _finish(run, record, status, train_loss=train_loss, artifact=artifact))
 
 
@@ -203,7 +206,7 @@ class _AssembledRun:
 
     loop: LoopContext
     state: TrainState
-    write_artifact: Callable[[], Path]
+    write_artifact: Callable[[str | None], Path]
 
 
 def _check_model(run: _Run) -> Path:
@@ -286,7 +289,9 @@ def _assemble(run: _Run, opened: _OpenedRun, cleanup: ExitStack, stop_requested:
     return _AssembledRun(
         loop,
         state,
-        lambda: write_artifact(target, train_context.model, opened.tokenizer, lora, base, config.model, ranks),
+        lambda card: write_artifact(
+            target, train_context.model, opened.tokenizer, lora, base, config.model, ranks, card=card
+        ),
     )
 
 
