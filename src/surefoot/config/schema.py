@@ -304,8 +304,8 @@ class RunConfig(BaseModel):
     logging_steps: Free[int] = Field(default=1, gt=0)
     """Steps between lines of metrics."""
     verbosity: Free[Literal["quiet", "normal", "verbose"]] = "normal"
-    """What the screen shows; train.log always has all. `quiet`: findings alone; `verbose`: a line of each step, and
-    how long each phase outside of training took."""
+    """Amount of output on the screen; train.log always has all of it. `quiet`: findings alone; `verbose`:
+    a line of each step, and how long each phase outside of training took."""
     eval_steps: FreeOnResume[int | None] = Field(default=None, gt=0)
     """Steps between evaluations. Default: only at the end."""
     report: Free[bool] = True

@@ -26,14 +26,14 @@ def _as_files(settings: Mapping[str, Any]) -> dict[str, Any]:
     Raises: ConfigError for rows that JSON cannot hold; StorageError.
     """
     rows = {name: settings[name] for name in ("dataset", "eval_dataset") if _are_rows(settings.get(name))}
-    return {**settings, **{name: _write_rows(name, given) for name, given in rows.items()}}
+    return {**settings, **{name: _write_rows(name, value) for name, value in rows.items()}}
 
 
-def _are_rows(given: Any) -> bool:
+def _are_rows(value: Any) -> bool:
     """Return whether a value holds rows, not paths or items with a path."""
-    if hasattr(given, "column_names"):
+    if hasattr(value, "column_names"):
         return True
-    return isinstance(given, list) and bool(given) and isinstance(given[0], Mapping) and "path" not in given[0]
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping) and "path" not in value[0]
 
 
 def _write_rows(setting: str, rows: Any) -> str:

@@ -28,8 +28,8 @@ def plan(
     """
     options = [f"{name}={value}" for name, value in settings.items() if _is_option(name, value) or name == "nodes"]
     plan_options, run_overrides = _split_overrides([*overrides, *options])
-    given = {name: value for name, value in settings.items() if f"{name}={value}" not in options}
-    loaded = load_given(config, run_overrides, given)
+    run_settings = {name: value for name, value in settings.items() if f"{name}={value}" not in options}
+    loaded = load_given(config, run_overrides, run_settings)
     check_is_known(loaded.run.model, loaded.where("model"))
     host_gib, price = (_parse_number(plan_options, name) for name in ("host_gib", "price"))
     from surefoot.planner.plan import plan_run

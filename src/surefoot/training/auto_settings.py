@@ -30,11 +30,11 @@ def choose_auto(
 
     def choose() -> dict[str, Any]:
         saved = read_manifest(checkpoint)["config"] if checkpoint is not None else {}
-        asked = [name for name in CHOSEN if getattr(run, name) == AUTO]
-        kept = {name: saved[name] for name in asked if type(saved.get(name)) in (bool, int, float)}
+        auto_names = [name for name in CHOSEN if getattr(run, name) == AUTO]
+        saved_choices = {name: saved[name] for name in auto_names if type(saved.get(name)) in (bool, int, float)}
         # Under torchrun the config need not say how many ranks there are.
         layout = {"nproc_per_node": ranks_here, "nnodes": -(-ranks.size // ranks_here)}
-        planned, line = choose_on_this_machine(run.model_copy(update={**layout, **kept}), base)
+        planned, line = choose_on_this_machine(run.model_copy(update={**layout, **saved_choices}), base)
         values = {name: getattr(planned, name) for name in CHOSEN}
         lines = [line] if line is not None else []
         if values["learning_rate"] == AUTO:

@@ -113,8 +113,8 @@ def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: World, *,
             opened.data.end()
             train_loss = state.loss_sum / state.step if state.step else None
             with run.phases("export"):
-                told = record.result("completed", train_loss=train_loss).as_dict()
-                card = make_card(assembled.loop.config.model_dump(mode="json"), told) if ranks.is_first else None
+                summary = record.result(status, train_loss=train_loss).as_dict()
+                card = make_card(assembled.loop.config.model_dump(mode="json"), summary) if ranks.is_first else None
                 artifact = assembled.write_artifact(card) if status == "completed" else None
             return _share_result(run, _finish(run, record, status, train_loss=train_loss, artifact=artifact))
 
