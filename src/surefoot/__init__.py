@@ -193,9 +193,10 @@ def load(source: str | Path, adapter: str | Path | None = None) -> "tuple[PreTra
     from surefoot.models.resolve_model import check_is_known
 
     check_is_known(str(source), str(source))  # before torch is imported
-    from surefoot.training.export import load as read
+    from surefoot.inference.load import find_model
+    from surefoot.inference.load import load as read
 
-    return read(str(source), Path(adapter) if adapter is not None else None)
+    return read(find_model(str(source), adapter))
 
 
 def complete(

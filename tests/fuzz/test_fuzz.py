@@ -29,6 +29,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from surefoot import cli
+from surefoot.launch.run_verb import run_verb
 from tests.fuzz.strategies import Damage, copy_damaged, damages, row_files, yaml_files
 from tests.support.data import counting_rows, write_jsonl
 from tests.support.processes import surefoot
@@ -219,8 +220,8 @@ def test_adapters(world: World) -> None:
 
 def test_what_escapes_in_process_is_a_traceback_of_a_real_process() -> None:
     with pytest.raises(ZeroDivisionError):
-        cli.run_verb(lambda: 1 // 0)
-    code = "import sys; from surefoot import cli; sys.exit(cli.run_verb(lambda: 1 // 0))"
+        run_verb(lambda: 1 // 0)
+    code = "import sys; from surefoot.launch.run_verb import run_verb; sys.exit(run_verb(lambda: 1 // 0))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "Traceback" in done.stderr

@@ -15,13 +15,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, JambaConfig
 
-from surefoot import cli, describe_data
+from surefoot import cli, describe_data, load
 from surefoot.errors import ModelError, SurefootError
 from surefoot.models.build import build_model, load_config, load_tokenizer
 from surefoot.models.export import merge_adapter
 from surefoot.models.pretrained import meta_model
 from surefoot.models.resolve_model import weight_files
-from surefoot.training.export import load, load_adapter
+from surefoot.training.export import load_adapter
 from tests.models.architectures import tiny_model
 from tests.support.adapters import logits_of, save, trained_model
 from tests.support.data import write_jsonl
@@ -393,7 +393,10 @@ def adapter(folder: Path, tmp_path: Path) -> Path:
 )
 def test_adapters_with_wrong_settings_are_refused_by_key(folder: Path, adapter: Path, key: str, value: Any) -> None:
     change(adapter / "adapter_config.json", **{key: value})
-    for read in (lambda: load(str(folder), adapter), lambda: merge_adapter(folder, adapter, folder.parent / "merged")):
+    for read in (
+        lambda: load(str(folder), adapter),
+        lambda: merge_adapter(folder, adapter, folder.parent / "merged"),
+    ):
         with pytest.raises(ModelError) as caught:
             read()
         assert str(adapter) in str(caught.value)

@@ -16,7 +16,8 @@ import surefoot as package
 from surefoot.diagnostics.drill import settings_of
 from surefoot.diagnostics.monitor.event_log import Entry
 from surefoot.diagnostics.report.charts import CURVES, PALETTE
-from surefoot.diagnostics.report.html import SCRIPT, write_report
+from surefoot.diagnostics.report.html import write_report
+from surefoot.diagnostics.report.page import SCRIPT
 from surefoot.diagnostics.report.run_history import _collect_ledger
 from surefoot.errors import ConfigError
 from surefoot.findings import Finding
@@ -74,7 +75,9 @@ const page = JSON.parse(require("fs").readFileSync(0, "utf8")), shown = {};
 const control = (values) => ({ addEventListener() {}, ...values });
 const elements = { charts: { textContent: page.charts, dataset: { curves: page.curves } },
   smoothing: control({ value: page.smoothing }), log: control({ checked: page.log }) };
-globalThis.document = { getElementById: (id) => elements[id] };
+globalThis.document = { getElementById: (id) => elements[id] ?? (elements[id] = {}),
+  body: { dataset: { live: page.update } } };
+globalThis.EventSource = class { set onmessage(handle) { handle({ data: page.update }); } };
 globalThis.matchMedia = () => control({ matches: false });
 globalThis.vegaEmbed = (id, spec) => { shown[id.slice(1)] = spec; return { catch() {} }; };
 (0, eval)(page.script);
@@ -90,8 +93,9 @@ def test_curves_are_smoothed_and_drawn_in_a_logarithmic_scale() -> None:
     points = {**layer, "mark": {"type": "point"}}
     specs = {"loss": {"layer": [layer, points]}, "memory": {"layer": [layer]}}
 
-    def draw(smoothing: float, *, log: bool) -> dict[str, Any]:
+    def draw(smoothing: float, *, log: bool, update: str | None = None) -> dict[str, Any]:
         page = {"charts": json.dumps(specs), "curves": json.dumps(CURVES), "script": SCRIPT, "smoothing": smoothing}
+        page["update"] = update
         done = subprocess.run(
             ["node", "-e", PAGE], input=json.dumps({**page, "log": log}), capture_output=True, text=True, timeout=60
         )
@@ -100,6 +104,10 @@ def test_curves_are_smoothed_and_drawn_in_a_logarithmic_scale() -> None:
         return shown
 
     assert draw(0, log=False) == specs
+    update = {"head": "", "grid": "", "charts": {"speed": specs["memory"]}}
+    assert draw(0, log=False, update=json.dumps(update))["speed"] == specs["memory"], (
+        "a live page draws what it is sent"
+    )
     shown = draw(0.5, log=True)
     assert shown["memory"] == specs["memory"]
     line, dots = shown["loss"]["layer"]

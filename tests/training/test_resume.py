@@ -34,7 +34,7 @@ from surefoot.system.json_files import DamagedFile
 from surefoot.system.process import StopSignal
 from surefoot.training import async_checkpoint
 from surefoot.training.checkpoint import find_newest, list_checkpoints, verify
-from surefoot.training.export import export, load
+from surefoot.training.export import export
 from surefoot.training.metrics import CompletionsFile
 from surefoot.training.run_summary import FindingLog
 from surefoot.training.sharded_tensors import ShardedTensors
@@ -336,7 +336,7 @@ def test_what_a_run_is_not_through_with_is_said(settings: dict[str, Any]) -> Non
     with pytest.raises(ModelError, match="no checkpoint yet: .*save_steps"):
         export(run, run / "new", merge=False, step=None)
     with pytest.raises(ModelError, match="`surefoot export .*/run FOLDER`"):
-        load(str(run), None)
+        surefoot.load(str(run))
 
 
 def test_a_completed_run_is_not_trained_again(settings: dict[str, Any]) -> None:

@@ -105,7 +105,6 @@ INSTEAD: dict[str, str] = {
     **dict.fromkeys(["save_strategy", "logging_strategy"], "save_steps and logging_steps say when"),
     **dict.fromkeys(["eval_strategy", "evaluation_strategy"], "eval_dataset turns evaluation on, eval_steps sets when"),
     "logging_dir": "output_dir holds all files of the run",
-    "push_to_hub": "nothing is sent anywhere; upload the artifact yourself",
     "neftune_noise_alpha": "there is no noise on embeddings here",
     "early_stopping_patience": "there is no early stopping here: watch eval_loss, and stop with Ctrl-C, which saves",
     "ddp_timeout": "waits have deadlines of their own, and a stall is named in seconds; drop it",

@@ -315,6 +315,9 @@ class RunConfig(BaseModel):
     SWANLAB_PROJECT, MLFLOW_EXPERIMENT_NAME, TRACKIO_PROJECT), else `surefoot`."""
     run_name: Free[str | None] = Field(default=None, min_length=1)
     """Name of the run in trackers. Default: that of its folder."""
+    push_to_hub: Free[str | None] = None
+    """Repository to which the adapter or model is uploaded when the run is completed: `user/name`, or
+    `modelscope:user/name`. It is created as a private one if it does not exist."""
 
     @property
     def sequences_per_step(self) -> int:

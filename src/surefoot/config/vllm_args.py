@@ -26,8 +26,15 @@ PIPELINE_PARALLEL = "--pipeline-parallel-size"
 SMALLER = ("--quantization", "--cpu-offload-gb", "--load-format")
 """Arguments with which a server may hold less of a model than its files contain."""
 SHORT = {"-tp": TENSOR_PARALLEL, "-pp": PIPELINE_PARALLEL, "-q": "--quantization"}
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of adapters that --max-lora-rank accepts."""
 USUAL_SHARE = 0.92
 """Default share of a GPU's memory that vLLM 0.32 takes."""
+
+
+def allowed_lora_rank(rank: int) -> int:
+    """Return the smallest value of --max-lora-rank that holds an adapter's rank; the rank itself beyond all of them."""
+    return next((allowed for allowed in LORA_RANKS if allowed >= rank), rank)
 
 
 def value_of(arguments: Sequence[str], wanted_name: str) -> str | None:

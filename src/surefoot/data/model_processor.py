@@ -74,7 +74,7 @@ class ModelProcessor:
         """Placeholder of a picture in a chat template's text."""
         self.feature_token = str(processor.tokenizer.convert_ids_to_tokens(config.image_token_id))
         """Token that is repeated once for each vector that the vision tower makes of a picture."""
-        self._processor = processor
+        self.processor = processor
         self._tensor_names = set(inspect.signature(model.get_image_features).parameters)
         self._positions = _PositionSource.of(config)
 
@@ -93,7 +93,7 @@ class ModelProcessor:
 
         `do_resize`: False if the pictures have their final size already.
         """
-        batch = self._processor(
+        batch = self.processor(
             images=[list(pictures)],
             text=[" ".join([self.token] * len(pictures))],
             return_tensors="pt",

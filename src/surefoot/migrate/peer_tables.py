@@ -124,7 +124,7 @@ IGNORED_IF: dict[str, tuple[frozenset[Any], str]] = {
         "the loss is cross-entropy over the trained tokens",
     ),
     "save_only_model": (frozenset((False, None)), "checkpoints include the optimizer state, which resuming needs"),
-    "push_to_hub": (frozenset((False, None)), "nothing is sent to the hub"),
+    "push_to_hub": (frozenset((False, None)), "push_to_hub: user/name uploads what a run wrote"),
 }
 """Peer setting -> (values that match what Surefoot always does, what Surefoot does instead of other values)."""
 
@@ -205,7 +205,7 @@ UNSUPPORTED = _index_by_name({
     "the seed sets the order of rows, and packing leaves no padding": "group_by_length",
     "report_to: [wandb] reads it from wandb's own variables (WANDB_PROJECT, WANDB_ENTITY, WANDB_NAME)":
         "wandb_project wandb_entity wandb_name wandb_run_id wandb_log_model",
-    "nothing is sent to the hub": "hub_model_id hub_strategy",
+    "push_to_hub: user/name uploads what a run wrote": "hub_model_id hub_strategy",
     "plugins of axolotl are not run": "plugins",
     "a loss that jumps or is not finite is reported as a finding (SF4..), without a threshold":
         "loss_watchdog_threshold loss_watchdog_patience",

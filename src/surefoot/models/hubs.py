@@ -1,12 +1,15 @@
-"""Hubs that models are fetched from: Hugging Face's, and ModelScope with `modelscope:ID` or USE_MODELSCOPE=1."""
+"""Hubs of models: Hugging Face's, and ModelScope with `modelscope:ID` or USE_MODELSCOPE=1."""
 
 import os
+import re
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
-from surefoot.errors import ModelError
+from surefoot.errors import ModelError, one_line
 
 MODELSCOPE = "modelscope:"
+REPOSITORY = re.compile(r"^[\w.-]+/[\w.-]+$")
 IGNORED = ["original/*", "consolidated*"]
 """Files of a repository that hold its weights a second time."""
 
@@ -33,6 +36,57 @@ def fetch(source: str, patterns: Sequence[str], where: str) -> Path:
     return _download_from_modelscope(source, patterns, where, only_local=bool(os.environ.get("HF_HUB_OFFLINE")))
 
 
+def check_may_push(repository: str, where: str) -> None:
+    """Raise ModelError if nothing could be uploaded: an invalid name, a missing package or no token."""
+    if not REPOSITORY.match(repository_of(repository)):
+        raise ModelError(
+            f"{repository} is no name of a repository. Write user/name, or modelscope:user/name ({where})."
+        )
+    if is_on_modelscope(repository):
+        _require_modelscope(repository, where)
+        if not os.environ.get("MODELSCOPE_API_TOKEN") and not _has_modelscope_login():
+            raise ModelError(
+                f"uploading to ModelScope needs a token: `modelscope login --token ...`, or set MODELSCOPE_API_TOKEN "
+                f"({where})."
+            )
+        return
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        raise ModelError(f"uploading to the hub needs a token: `hf auth login`, or set HF_TOKEN ({where}).")
+
+
+def push(folder: Path, repository: str, *, is_private: bool, where: str) -> str:
+    """Upload the files of a folder to a repository, which is created if it does not exist; return its address.
+
+    Raises: ModelError if the upload fails, with the hub's reason.
+    """
+    check_may_push(repository, where)
+    name = repository_of(repository)
+    try:
+        if is_on_modelscope(repository):
+            from modelscope.hub.api import HubApi
+
+            hub = HubApi()
+            hub.create_repo(name, visibility="private" if is_private else "public", exist_ok=True)
+            hub.upload_folder(repo_id=name, folder_path=str(folder))
+            return f"https://modelscope.cn/models/{name}"
+        from huggingface_hub import HfApi
+
+        hub = HfApi()
+        address = hub.create_repo(name, private=is_private, exist_ok=True)
+        hub.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload by Surefoot")
+        return str(address)
+    except Exception as error:  # the clients of hubs raise errors of many libraries
+        raise ModelError(f"{folder} was not uploaded to {repository}: {one_line(error)} ({where}).") from error
+
+
+def _has_modelscope_login() -> bool:
+    from modelscope.hub.api import ModelScopeConfig
+
+    return ModelScopeConfig.get_token() is not None
+
+
 def find_cached(source: str) -> Path | None:
     """Return the folder of a repository whose config.json is on this machine; None if there is none."""
     if is_on_modelscope(source):
@@ -50,13 +104,15 @@ def find_cached(source: str) -> Path | None:
     return Path(cached).parent if isinstance(cached, str) else None
 
 
+def _require_modelscope(source: str, where: str) -> None:
+    if find_spec("modelscope") is None:
+        raise ModelError(f"{source} is an id of ModelScope, which needs its package: pip install modelscope ({where}).")
+
+
 def _download_from_modelscope(source: str, patterns: Sequence[str], where: str, *, only_local: bool) -> Path:
-    try:
-        from modelscope import snapshot_download
-    except ImportError as error:
-        raise ModelError(
-            f"model={source} is an id of ModelScope, which needs its package: pip install modelscope ({where})."
-        ) from error
+    _require_modelscope(source, where)
+    from modelscope import snapshot_download
+
     folder = snapshot_download(
         repository_of(source), allow_patterns=list(patterns), ignore_patterns=IGNORED, local_files_only=only_local
     )

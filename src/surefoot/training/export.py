@@ -4,7 +4,6 @@ import logging
 import shutil
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surefoot.config import RunConfig, read_saved
@@ -16,21 +15,17 @@ from surefoot.models.adapter import (
     base_name,
     load_adapter_files,
     read_adapter,
-    settings_of,
     tensors_beside,
     write_adapter,
 )
-from surefoot.models.attention import own_implementation
-from surefoot.models.build import build_model, load_tokenizer, meta_model, trainable_parameters
+from surefoot.models.build import load_tokenizer, meta_model, trainable_parameters
 from surefoot.models.dtensor_blocks import load_full
 from surefoot.models.export import in_layers, merge_adapter, name_ends, untrained_names, write_model
-from surefoot.models.generate import end_tokens
 from surefoot.models.lora import LoraSettings, lora_settings
 from surefoot.models.pretrained import drop_processor_templates
 from surefoot.models.quantization.released import find_quantization
-from surefoot.models.resolve_model import folder_here, local_path, resolve_model
+from surefoot.models.resolve_model import folder_here, resolve_model
 from surefoot.models.stored_layout import StoredLayout
-from surefoot.models.vision import attention_of
 from surefoot.models.weight_loading import check_weights_fill
 from surefoot.system.atomic_io import new_folder
 from surefoot.system.json_files import DamagedFile
@@ -55,7 +50,7 @@ def export(run: Path, target: Path, *, merge: bool, step: int | None, emit: Emit
                 f"{run} is an adapter folder, which has no steps. Give the run folder to export step {step}."
             )
         return _merge_or_copy(run, target, merge, emit)
-    config = _read_config(run)
+    config = read_run_config(run)
     settings = lora_settings(config)
     if settings is None and merge:
         raise ModelError(f"{run} was trained in full: there is no adapter to merge. Leave --merge out.")
@@ -95,6 +90,17 @@ def export(run: Path, target: Path, *, merge: bool, step: int | None, emit: Emit
         shutil.rmtree(adapter)
 
 
+def find_artifact(folder: Path) -> Path:
+    """Return the adapter or model of a run folder, or the folder itself if it is one. Raises: ModelError."""
+    artifacts = (folder / "adapter", folder / "model", folder)
+    artifact = next(
+        (path for path in artifacts if any((path / name).is_file() for name in (CONFIG, "config.json"))), None
+    )
+    if artifact is None:
+        raise ModelError(f"{folder} has no adapter and no model. Give the folder of a completed run, or one of those.")
+    return artifact
+
+
 def _note_quantization(base: Path | None, emit: Emit) -> None:
     """Emit a notice if the weights of a base are quantised: what is exported is not."""
     quantization = find_quantization(base / "config.json") if base is not None else None
@@ -111,11 +117,11 @@ def _merge_or_copy(finished: Path, target: Path, merge: bool, emit: Emit) -> Pat
         with new_folder(target) as folder:
             shutil.copytree(finished, folder, dirs_exist_ok=True, ignore=_list_special_files)
         return target
-    base = resolve_model(_find_base(finished), f"{finished}/{CONFIG}")
+    base = resolve_model(find_base(finished), f"{finished}/{CONFIG}")
     return _merge_into_base(base, finished, target, emit)
 
 
-def _find_base(adapter: Path) -> str:
+def find_base(adapter: Path) -> str:
     """Return the name of the model that an adapter belongs to. Raises: ModelError if it names none."""
     base = load_adapter_files(adapter)[0].get("base_model_name_or_path")
     if not base or not isinstance(base, str):
@@ -133,7 +139,7 @@ def _merge_into_base(base: Path, adapter: Path, target: Path, emit: Emit) -> Pat
     _note_quantization(base, emit)
 
     def finish(folder: Path) -> None:
-        own, trained = load_tokenizer(base), _load_tokenizer(adapter, base)
+        own, trained = load_tokenizer(base), load_tokenizer_of(adapter, base)
         is_elsewhere = drop_processor_templates(folder)
         if trained.chat_template != own.chat_template or is_elsewhere:
             trained.save_pretrained(folder)
@@ -142,13 +148,13 @@ def _merge_into_base(base: Path, adapter: Path, target: Path, emit: Emit) -> Pat
     return merge_adapter(base, adapter, target, finish)
 
 
-def _load_tokenizer(adapter: Path | None, base: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer_of(adapter: Path | None, base: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer of an adapter, or else of its base."""
     is_there = adapter is not None and (adapter / "tokenizer_config.json").is_file()
     return load_tokenizer(adapter if adapter is not None and is_there else base)
 
 
-def _read_config(run: Path) -> RunConfig:
+def read_run_config(run: Path) -> RunConfig:
     """Return the config of the run in a folder; if run.yaml is damaged, that of its newest checkpoint."""
     try:
         saved, _ = saved_config(run)
@@ -188,50 +194,6 @@ def _describe_step(checkpoint: Path, config: RunConfig) -> str:
     if config.max_steps is not None:
         return f"step {step} of {config.max_steps}"
     return f"step {step}, epoch {read_state(checkpoint).epoch:.2f} of {config.epochs:g}"
-
-
-def load(source: str, adapter: Path | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and tokenizer for completion: a run folder, an adapter, or a model, with an adapter or without.
-
-    An adapter is a folder of its own or that of a run; one that is given alone names its base.
-    """
-    folder = local_path(source)
-    if adapter is not None and (adapter / "run.yaml").is_file() and (adapter / "adapter").is_dir():
-        adapter = adapter / "adapter"
-    if adapter is None and (folder / CONFIG).is_file() and not (folder / "config.json").is_file():
-        adapter, source = folder, _find_base(folder)
-        folder = local_path(source)
-    if (folder / "run.yaml").is_file():
-        if adapter is not None:
-            raise ModelError(
-                f"{folder} is a run folder with an adapter of its own; give its base model with --adapter."
-            )
-        config = _read_config(folder)
-        if config.tuning == "full":
-            source = str(folder / "model")
-        else:
-            source, adapter = config.model, folder / "adapter"
-        if not (folder / ("model" if config.tuning == "full" else "adapter")).is_dir():
-            raise ModelError(
-                f"{folder} is unfinished. `surefoot export {folder} FOLDER` writes what its newest "
-                "checkpoint holds, and with --merge a model to talk to."
-            )
-    base = resolve_model(source, source)
-    settings = None
-    if adapter is not None:
-        settings = settings_of(load_adapter_files(adapter)[0])
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = build_model(base, lora=settings, device=device, dtype=dtype, for_packed_rows=False).model
-    if adapter is not None and settings is not None:
-        load_adapter(adapter, model, settings)
-    # Attention over packed samples needs the samples of a row, which callers do not have.
-    model.set_attn_implementation(attention_of(model.config, own_implementation(type(model))))
-    model.eval()
-    tokenizer = _load_tokenizer(adapter, base)
-    # As trained: a base model's generation_config.json need not name the token with which the template ends answers.
-    model.generation_config.eos_token_id = sorted(end_tokens(model, tokenizer) | answer_ends(tokenizer))
-    return model, tokenizer
 
 
 def load_adapter(folder: Path, model: PreTrainedModel, settings: LoraSettings) -> None:

@@ -48,6 +48,8 @@ class RunResult:
     """Adapter or model folder."""
     evaluation: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the newest evaluation, such as eval_loss, and its step; empty without one."""
+    benchmarks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Scores of `surefoot evaluate`: task -> metric -> value."""
     findings: list[Finding] = field(default_factory=list)
     error: str | None = None
 
@@ -67,6 +69,7 @@ class RunResult:
             "run_folder": str(self.run_folder),
             "examples": dict(self.examples),
             "evaluation": dict(self.evaluation),
+            "benchmarks": {task: dict(metrics) for task, metrics in self.benchmarks.items()},
             "artifact": str(self.artifact) if self.artifact else None,
             "findings": [finding.as_dict() for finding in self.findings],
         }
@@ -75,7 +78,7 @@ class RunResult:
 def read_result(run_folder: Path) -> RunResult | None:
     """Return the content of summary.json of a run folder; None if it is missing or invalid."""
     try:
-        summary = {"evaluation": {}, **read_object(run_folder / SUMMARY)}  # older versions wrote none
+        summary = {"evaluation": {}, "benchmarks": {}, **read_object(run_folder / SUMMARY)}  # older versions wrote none
         artifact = summary["artifact"]
         if not all(is_right(summary[name]) for name, is_right in _SUMMARY.items()):
             return None
@@ -88,6 +91,10 @@ def read_result(run_folder: Path) -> RunResult | None:
 
 def _is_number_or_none(value: object) -> bool:
     return value is None or is_number(value)
+
+
+def _is_table_of_numbers(value: object) -> bool:
+    return isinstance(value, dict) and all(map(is_number, value.values()))
 
 
 def _is_text_or_none(value: object) -> bool:
@@ -103,7 +110,8 @@ _SUMMARY: Mapping[str, Callable[[Any], bool]] = {
     "examples": lambda value: isinstance(value, dict) and all(map(is_count, value.values())),
     "examples_are_complete": lambda value: isinstance(value, bool),
     "artifact": lambda value: _is_text_or_none(value) and "\0" not in (value or ""),
-    "evaluation": lambda value: isinstance(value, dict) and all(map(is_number, value.values())),
+    "evaluation": _is_table_of_numbers,
+    "benchmarks": lambda value: isinstance(value, dict) and all(map(_is_table_of_numbers, value.values())),
     "findings": lambda value: isinstance(value, list) and all(isinstance(finding, dict) for finding in value),
     "error": _is_text_or_none,
 }

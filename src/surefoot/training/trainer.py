@@ -31,6 +31,7 @@ from surefoot.training.auto_settings import choose_auto
 from surefoot.training.checkpoint import TrainState, check_resumable, load_checkpoint, read_state
 from surefoot.training.expert_load import ExpertLoadCounter, trains_routers
 from surefoot.training.expert_parallel import check_experts, choose_expert_parallel, describe_choice
+from surefoot.training.hub_upload import check_upload, upload_artifact
 from surefoot.training.loop import LoopContext, fit
 from surefoot.training.metrics import build_observers
 from surefoot.training.model_card import make_card
@@ -73,7 +74,11 @@ def train(loaded: LoadedConfig, observers: Sequence[Observer] = (), *, screen: b
             ranks = process_group.enter_context(
                 init_distributed(device_type(loaded), alone_too=loaded.run.offload is not None)
             )
-        return _train(resolve(loaded, ranks.size), observers, ranks, screen=screen)
+        result = _train(resolve(loaded, ranks.size), observers, ranks, screen=screen)
+    if ranks.is_first:  # the others leave: an upload may take longer than they wait for each other
+        with Phases(_emit_to(observers), ranks.rank)("export"):
+            upload_artifact(loaded, result)
+    return result
 
 
 def _emit_to(observers: Sequence[Observer]) -> Emit:
@@ -220,6 +225,7 @@ def _check_model(run: _Run) -> Path:
 
     with run.phases("load"):
         ranks.local_rank0_first(lambda: check_sources(loaded))  # before a model is fetched
+        ranks.local_rank0_first(lambda: check_upload(loaded))
         base = ranks.local_rank0_first(lambda: resolve_model(loaded.run.model, loaded.where("model")))
         ranks.local_rank0_first(lambda: check_experts(loaded, base))
         ranks.local_rank0_first(lambda: method_of(loaded.run).check_model(loaded, base))

@@ -11,7 +11,8 @@ PHASE_ORDER = [
     "data_wait", "collectives", "forward", "forward_backward", "backward", "optimizer", "evaluate", "save",
     "sync", "rollout", "rollout_wait", "reward",
 ]  # fmt: skip
-CURVES = ("reward", "length", "entropy", "importance", "kl", "loss", "gradient", "rate", "speed")
+OPTIONS: Spec = {"width": "container", "height": HEIGHT, "config": {"mark": {"tooltip": True}}}
+CURVES = ("reward", "length", "entropy", "importance", "kl", "loss", "eval_loss", "gradient", "rate", "speed")
 """Charts of values over steps, which the page smooths, zooms and draws in a logarithmic scale."""
 ZOOM: Spec = {
     "name": "zoom",
@@ -47,11 +48,22 @@ def charts(history: RunHistory) -> dict[str, tuple[str, Spec]]:
         "gpus": ("GPUs: busy (line) against power (dashed)", _draw_gpus(history.gpus)),
         "timeline": ("Time line", _draw_timeline(history)),
     }
-    options = {"width": "container", "height": HEIGHT, "config": {"mark": {"tooltip": True}}}
     for name in CURVES:
-        if drawn[name][1]:
+        if name in drawn and drawn[name][1]:
             drawn[name][1][0]["params"] = [ZOOM]
-    return {name: (title, {"layer": layers, **options}) for name, (title, layers) in drawn.items() if layers}
+    return {name: (title, {"layer": layers, **OPTIONS}) for name, (title, layers) in drawn.items() if layers}
+
+
+def draw_comparison(rows: list[Row], field: str, names: list[str]) -> Spec:
+    """Return the chart of one value of several runs over their steps.
+
+    `rows`: step, the value and `of`, the name of the run; `names`: the runs, which have the same colour in all charts.
+    """
+    colors = [PALETTE[index % len(PALETTE)] for index in range(len(names))]
+    color = _name("of", title=None, scale={"domain": names, "range": colors})
+    y = _number(field, title=None, scale={"zero": False})
+    (layer,) = _layer(rows, _line(rows), x=_number("step"), y=y, color=color)
+    return {"layer": [{**layer, "params": [ZOOM]}], **OPTIONS}
 
 
 def _layer(rows: list[Row], mark: Spec, **encoding: Any) -> list[Spec]:

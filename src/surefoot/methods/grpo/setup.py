@@ -15,6 +15,7 @@ from PIL import Image as Picture
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surefoot.config import LoadedConfig
+from surefoot.config.vllm_args import allowed_lora_rank
 from surefoot.data.image_processor import PixelReader
 from surefoot.data.images import ImageSettings, find_image
 from surefoot.data.render import answer_ends
@@ -49,8 +50,6 @@ from surefoot.system import loopback
 
 ENGINE_FOLDER = "engine"
 """Subfolder of the run folder for the server's log and the weights that are sent to it."""
-VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks of adapters that --max-lora-rank accepts."""
 PROBE_TEXT = "One, two, three, four, five"
 MIN_CONTEXT_TOKENS = 128
 """Smallest context length of a server, in tokens: the probe may need it."""
@@ -145,9 +144,7 @@ def _build_options(config: GrpoConfig, images: ImageSettings | None, *, adapts_e
         flags = ["--enforce-eager", "--block-size", "32"]  # the smallest: completions of a group share whole blocks
     if config.tuning == "lora":
         flags.append("--enable-lora")
-        options["--max-lora-rank"] = next(
-            (rank for rank in VLLM_LORA_RANKS if rank >= config.lora_rank), config.lora_rank
-        )
+        options["--max-lora-rank"] = allowed_lora_rank(config.lora_rank)
         if adapts_experts:
             flags.append("--enable-mixed-moe-lora-format")  # adapters have the experts of a layer in one tensor
         options["--max-loras"] = 2  # the newest adapter is loaded before the previous one is unloaded

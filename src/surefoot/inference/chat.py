@@ -1,13 +1,11 @@
 """The command `surefoot chat`: a conversation with a model, whose answers appear as they are written."""
 
-from typing import TYPE_CHECKING
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import surefoot
+from surefoot.data.render import tokenize_prompts
 from surefoot.errors import InputError
+from surefoot.models.generate import complete
 from surefoot.system.console import say
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 COMMANDS = "/clear begins anew, /system TEXT sets the system text and begins anew, /exit or Ctrl-D ends"
 
@@ -17,9 +15,9 @@ class Chat:
 
     def __init__(
         self,
-        model: "PreTrainedModel",
-        tokenizer: "PreTrainedTokenizerBase",
-        system: str,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        system: str | None,
         *,
         max_new_tokens: int,
         temperature: float,
@@ -28,7 +26,7 @@ class Chat:
         self._max_new_tokens, self._temperature = max_new_tokens, temperature
         self._begin(system)
 
-    def _begin(self, system: str) -> None:
+    def _begin(self, system: str | None) -> None:
         self._system = system
         self._turns = [{"role": "system", "content": system}] if system else []
 
@@ -38,10 +36,10 @@ class Chat:
         Raises: InputError if no answer fits into the model's context, or the template refuses the conversation.
         """
         turns = [*self._turns, {"role": "user", "content": text}]
-        (reply,) = surefoot.complete(
+        (reply,) = complete(
             self._model,
             self._tokenizer,
-            [turns],
+            tokenize_prompts(self._tokenizer, [turns]),
             max_new_tokens=self._max_new_tokens,
             temperature=self._temperature,
             on_text=(lambda piece: print(piece, end="", flush=True)) if shows else None,

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 import surefoot
-from surefoot.chat import Chat
+import surefoot.inference.chat
+from surefoot.data.render import tokenize_prompts
 from surefoot.errors import ModelError
+from surefoot.inference.chat import Chat
 from surefoot.models.generate import complete
 from tests.models.architectures import tiny_model
 
@@ -29,18 +31,15 @@ def test_the_conversation_goes_on_until_it_begins_anew(
 ) -> None:
     lines = iter(["one", "two " * 1000, "two", "/clear", "three", "/system Be kind.", "four", "/exit", "five"])
     monkeypatch.setattr("builtins.input", lambda _: next(lines))
-    asked = []
-    complete = surefoot.complete
+    conversations = []
 
-    def record(
-        model: object, tokenizer: object, conversations: list[list[dict[str, str]]], **settings: object
-    ) -> object:
-        asked.append([turn["content"] for turn in conversations[0] if turn["role"] != "assistant"])
-        return complete(model, tokenizer, conversations, **settings)  # type: ignore[arg-type]
+    def record(tokenizer: Any, rendered: list[list[dict[str, str]]]) -> list[list[int]]:
+        conversations.append([turn["content"] for turn in rendered[0] if turn["role"] != "assistant"])
+        return tokenize_prompts(tokenizer, rendered)
 
-    monkeypatch.setattr(surefoot, "complete", record)
+    monkeypatch.setattr(surefoot.inference.chat, "tokenize_prompts", record)
     chat.run()
-    assert [turns for turns in asked if len(turns[-1]) < 100] == [
+    assert [turns for turns in conversations if len(turns[-1]) < 100] == [
         ["Be brief.", "one"],
         ["Be brief.", "one", "two"],
         ["Be brief.", "three"],

@@ -1,0 +1,91 @@
+"""Loading of a trained model for generation: a run folder, an adapter, or a model, with an adapter or without."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from surefoot.data.render import answer_ends
+from surefoot.errors import ModelError
+from surefoot.models.adapter import CONFIG, load_adapter_files, settings_of
+from surefoot.models.attention import own_implementation
+from surefoot.models.build import build_model
+from surefoot.models.generate import end_tokens
+from surefoot.models.resolve_model import check_is_known, local_path, resolve_model
+from surefoot.models.vision import attention_of
+from surefoot.training.export import find_base, load_adapter, load_tokenizer_of, read_run_config
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The files of a trained model."""
+
+    base: Path
+    """Folder of a whole model."""
+    adapter: Path | None
+    """Folder of an adapter of it, in PEFT's format."""
+    name: str
+    """Name to call the model by: that of the run, or of the folder."""
+    run: Path | None = None
+    """Folder of the run that trained it, if that was given."""
+    system: str | None = None
+    """System text of the run's rows without one."""
+
+
+def find_model(source: str, adapter: str | Path | None = None) -> ModelFiles:
+    """Return the files of a run folder, of an adapter, which names its base, or of a model; with `adapter` of a model.
+
+    `adapter`: a folder of its own, or that of a run. Raises: ModelError if there is no such model, or the run is
+    unfinished.
+    """
+    check_is_known(source, source)
+    folder, adapter = local_path(source), Path(adapter) if adapter is not None else None
+    if (folder / "run.yaml").is_file():
+        if adapter is not None:
+            raise ModelError(
+                f"{folder} is a run folder with an adapter of its own; give its base model with --adapter."
+            )
+        return _files_of_run(folder)
+    if adapter is not None and (adapter / "run.yaml").is_file() and (adapter / "adapter").is_dir():
+        adapter = adapter / "adapter"
+    name = (adapter or folder).resolve().name
+    if adapter is None and (folder / CONFIG).is_file() and not (folder / "config.json").is_file():
+        adapter, source = folder, find_base(folder)
+    return ModelFiles(resolve_model(source, source), adapter, name)
+
+
+def _files_of_run(folder: Path) -> ModelFiles:
+    config = read_run_config(folder)
+    is_full = config.tuning == "full"
+    artifact = folder / ("model" if is_full else "adapter")
+    if not artifact.is_dir():
+        raise ModelError(
+            f"{folder} is unfinished. `surefoot export {folder} FOLDER` writes what its newest "
+            "checkpoint holds, and with --merge a model to talk to."
+        )
+    source = str(artifact) if is_full else config.model
+    return ModelFiles(
+        base=resolve_model(source, source),
+        adapter=None if is_full else artifact,
+        name=config.run_name or folder.resolve().name,
+        run=folder,
+        system=config.system,
+    )
+
+
+def load(files: ModelFiles) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model and its tokenizer for generation: on the GPU in bfloat16 if there is one, else in float32."""
+    settings = settings_of(load_adapter_files(files.adapter)[0]) if files.adapter is not None else None
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = build_model(files.base, lora=settings, device=device, dtype=dtype, for_packed_rows=False).model
+    if files.adapter is not None and settings is not None:
+        load_adapter(files.adapter, model, settings)
+    # Attention over packed samples needs the samples of a row, which callers do not have.
+    model.set_attn_implementation(attention_of(model.config, own_implementation(type(model))))
+    model.eval()
+    tokenizer = load_tokenizer_of(files.adapter, files.base)
+    # As trained: a base model's generation_config.json need not name the token with which the template ends answers.
+    model.generation_config.eos_token_id = sorted(end_tokens(model, tokenizer) | answer_ends(tokenizer))
+    return model, tokenizer

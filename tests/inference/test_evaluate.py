@@ -1,0 +1,52 @@
+"""Benchmarks of `surefoot evaluate`, with tasks of their own."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from surefoot.training.run_summary import read_result
+from tests.support.data import write_jsonl
+from tests.support.processes import surefoot
+
+TASK = """
+task: colours
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {rows}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: [red, blue]
+doc_to_target: answer
+metric_list: [{{metric: acc}}]
+"""
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Path:
+    rows = [{"question": f"Colour {number}?", "answer": number % 2} for number in range(6)]
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    (folder / "colours.yaml").write_text(TASK.format(rows=write_jsonl(tmp_path / "colours.jsonl", rows)))
+    return folder
+
+
+@pytest.mark.slow
+def test_scores_are_printed_and_kept_in_the_summary_and_the_report(finished_run: Path, tasks: Path) -> None:
+    command = ("evaluate", str(finished_run), "--tasks", "colours", "--tasks-folder", str(tasks))
+    done = surefoot(*command, "--json", timeout_s=300)
+    assert done.returncode == 0, done.stderr
+    scores = json.loads(done.stdout)
+    assert 0 <= scores["colours"]["acc"] <= 1
+    result = read_result(finished_run)
+    assert result is not None
+    assert result.benchmarks == scores
+    written = surefoot("report", str(finished_run))
+    assert written.returncode == 0, written.stderr
+    assert "colours" in (finished_run / "report.html").read_text()
+
+
+def test_an_unknown_task_is_refused_with_the_nearest(finished_run: Path, tasks: Path) -> None:
+    done = surefoot("evaluate", str(finished_run), "--tasks", "colour", "--tasks-folder", str(tasks), timeout_s=300)
+    assert done.returncode == 2
+    assert "did you mean colours?" in done.stderr
