@@ -17,6 +17,7 @@ from surefoot import cli, train
 from surefoot.config import load_config
 from surefoot.config.describe import settings_as_text
 from surefoot.findings import CATALOGUE
+from surefoot.launch.run_verb import run_verb, train_and_print
 from tests.support.data import counting_rows, write_jsonl
 from tests.support.processes import surefoot
 
@@ -36,7 +37,7 @@ def here(capsys: pytest.CaptureFixture[str]) -> Here:
 
     def run(*arguments: str) -> Any:
         if arguments[0] == "train":
-            status = cli.run_verb(lambda: cli.train_and_print(load_config(arguments[1]), as_json=False))
+            status = run_verb(lambda: train_and_print(load_config(arguments[1]), as_json=False))
         else:
             status = cli.main(arguments)
         said = capsys.readouterr()
@@ -386,7 +387,7 @@ def test_a_file_that_may_not_be_read_is_named_without_a_traceback(capsys: pytest
     def refused() -> int:
         raise PermissionError(13, "Permission denied", "/data/rows.jsonl")
 
-    assert cli.run_verb(refused) == 2
+    assert run_verb(refused) == 2
     assert "error: /data/rows.jsonl: Permission denied." in capsys.readouterr().err
 
 

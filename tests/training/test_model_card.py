@@ -43,3 +43,13 @@ def test_names_of_the_hub_are_linked(settings: dict[str, Any]) -> None:
     header = yaml.safe_load(card.split("---")[1])
     assert (header["base_model"], header["datasets"]) == ("Qwen/Qwen3-8B", ["org/rows"])
     assert "| data | org/rows, own.jsonl |" in card
+
+
+def test_a_merged_model_has_a_card_of_its_own(settings: dict[str, Any], tmp_path: Path) -> None:
+    result = surefoot.train(settings, screen=False, max_steps=1)
+    merged = surefoot.export(result.run_folder, tmp_path / "merged", merge=True)
+    card = (merged / "README.md").read_text(encoding="utf-8")
+    header = yaml.safe_load(card.split("---")[1])
+    assert (header["library_name"], "lora" in header["tags"]) == ("transformers", True)
+    assert f"| mean training loss | {result.train_loss:.4f} |" in card
+    assert "PeftModel" not in card

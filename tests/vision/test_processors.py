@@ -45,8 +45,9 @@ def settings_of(tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize(("kind", "package"), [("mistral3", "torchvision"), ("smolvlm", "num2words")])
 def test_a_processor_whose_package_is_missing_names_it(kind: str, package: str, settings_of: Any) -> None:
-    with pytest.raises(DataError, match=rf"rows\.jsonl:1.*preprocessor_config\.json: .*{kind}.*{package}"):
+    with pytest.raises(DataError, match=rf"rows\.jsonl:1.*preprocessor_config\.json: .*{kind}.*{package}") as caught:
         train(settings_of(kind), screen=False)
+    assert "every row with images" in str(caught.value), "on_bad_row: skip is no way out"
     with pytest.raises(ConfigError, match=rf"target_modules names vision.*{package}"):
         train(settings_of(kind, target_modules=["vision"]), screen=False)
 

@@ -2,10 +2,14 @@
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import surefoot
 from surefoot.cli.output import Parser, parse_count, show
 from surefoot.errors import ConfigError
+
+if TYPE_CHECKING:
+    from surefoot.inference.load import ModelFiles
 
 
 def add_model_verbs(verbs: "argparse._SubParsersAction[Parser]") -> None:
@@ -54,6 +58,16 @@ def _add_model(parser: Parser) -> None:
     parser.add_argument("--adapter", help="a PEFT adapter folder, or a run folder, to load into the model")
 
 
+def _find_model(arguments: argparse.Namespace) -> "ModelFiles":
+    """Return the files of the model that the arguments name. A missing folder is refused before torch is imported."""
+    from surefoot.models.resolve_model import check_is_known
+
+    check_is_known(arguments.model, arguments.model)
+    from surefoot.inference.load import find_model
+
+    return find_model(arguments.model, arguments.adapter)
+
+
 def _add_serve(verbs: "argparse._SubParsersAction[Parser]") -> None:
     serve = verbs.add_parser("serve", help="serve a model with OpenAI's API: by vLLM if it is installed")
     _add_model(serve)
@@ -90,10 +104,10 @@ def _run_push(arguments: argparse.Namespace) -> None:
 
 
 def _run_serve(arguments: argparse.Namespace) -> None:
-    from surefoot.inference.load import find_model
+    files = _find_model(arguments)
     from surefoot.inference.serve import Endpoint, choose_engine, serve_with_transformers, serve_with_vllm
 
-    files, endpoint = find_model(arguments.model, arguments.adapter), Endpoint(arguments.host, arguments.port)
+    endpoint = Endpoint(arguments.host, arguments.port)
     if (arguments.engine or choose_engine()) == "vllm":
         serve_with_vllm(files, endpoint, arguments.arguments)
     elif arguments.arguments:
@@ -103,8 +117,8 @@ def _run_serve(arguments: argparse.Namespace) -> None:
 
 
 def _run_evaluate(arguments: argparse.Namespace) -> None:
+    files = _find_model(arguments)
     from surefoot.inference.evaluate import EvaluationSettings, as_text, evaluate
-    from surefoot.inference.load import find_model
 
     settings = EvaluationSettings(
         tasks=arguments.tasks.split(","),
@@ -114,7 +128,7 @@ def _run_evaluate(arguments: argparse.Namespace) -> None:
         batch_size=arguments.batch_size,
         chat=not arguments.no_chat_template,
     )
-    scores = evaluate(find_model(arguments.model, arguments.adapter), settings)
+    scores = evaluate(files, settings)
     show(scores, as_text(scores), as_json=arguments.json)
 
 
@@ -145,10 +159,10 @@ def _as_utf8(text: str) -> str:
 
 
 def _run_chat(arguments: argparse.Namespace) -> None:
+    files = _find_model(arguments)
     from surefoot.inference.chat import Chat
-    from surefoot.inference.load import find_model, load
+    from surefoot.inference.load import load
 
-    files = find_model(arguments.model, arguments.adapter)
     model, tokenizer = load(files)
     chat = Chat(
         model,

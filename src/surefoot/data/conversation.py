@@ -50,6 +50,12 @@ class Message:
     """Further keys of the message (`name`, `tool_call_id`, ...), passed to the template unchanged."""
     images: tuple[ImageSource | None, ...] = ()
     """Source of each IMAGE in the content; None until it is taken from the row's columns."""
+    row_role: str = field(default="", compare=False)
+    """The row's own word for the role; empty if the row has none."""
+
+    def describe_role(self) -> str:
+        """Return the role, with the row's own word if that is another: `assistant (bot in the row)`."""
+        return self.role if self.row_role in ("", self.role) else f"{self.role} ({self.row_role} in the row)"
 
     def as_template_input(self, form: MessageForm = MessageForm()) -> dict[str, Any]:
         """Return the message as chat templates read it. Keys without a value are left out: templates test for them."""
@@ -125,15 +131,16 @@ def check_turns(messages: Sequence[Message]) -> None:
     roles = [message.role for message in messages]
     if not roles:
         raise BadRow("the conversation is empty")
+    names = _join_roles([message.describe_role() for message in messages])
     if "assistant" not in roles:
-        raise BadRow(f"no assistant turn, so there is nothing to train on (roles: {_join_roles(roles)})")
+        raise BadRow(f"no assistant turn, so there is nothing to train on (roles: {names})")
     state = ""
     for position, message in enumerate(messages, 1):
         if message.role not in FOLLOWERS[state]:
             after = f"after {'tool calls' if state == 'calls' else state}" if state else "at the start"
             raise BadRow(
-                f"roles out of order at message {position} of {len(roles)}: {message.role} {after}, "
-                f"expected {' or '.join(FOLLOWERS[state])} (roles: {_join_roles(roles)})"
+                f"roles out of order at message {position} of {len(roles)}: {message.describe_role()} {after}, "
+                f"expected {' or '.join(FOLLOWERS[state])} (roles: {names})"
             )
         in_words = message.role == "assistant" and "<tool_call>" in message.content  # Hermes writes calls as text
         state = "calls" if message.tool_calls else "calls in words" if in_words else message.role

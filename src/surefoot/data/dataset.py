@@ -303,7 +303,9 @@ class Dataset:
     def _describe_bad_rows(self, ref: ChunkRef, problems: Sequence[tuple[int, str]]) -> str:
         line, reason = problems[0]
         advice = "Correct the row, or leave such rows out with on_bad_row: skip"
-        if len(problems) == ref.num_rows > 1:
+        if self.renderer_source.no_vision_reason in reason:
+            advice = "So it is with every row with images: on_bad_row: skip would leave all of them out"
+        elif len(problems) == ref.num_rows > 1:
             where = " and image_dir" if "image" in reason else ""
             advice = f"No row around it can be used: look at chat_template, dataset_format, columns{where}"
         elif len(problems) > 1:

@@ -303,7 +303,8 @@ class Reader:
         check_texts(others, name)
         message_role: Role = "assistant" if role == "calls" else role  # type: ignore[assignment]
         content = content if parts.images else text_of(content, name)  # its parts are checked already
-        return role, Message(message_role, content, calls, reasoning, weight, others, parts.images), parts.tools
+        message = Message(message_role, content, calls, reasoning, weight, others, parts.images, str(raw_role))
+        return role, message, parts.tools
 
     def conversation(self, columns: Columns, name: str) -> Conversation:
         """Return the conversation of a row whose `name` column is a list of messages."""

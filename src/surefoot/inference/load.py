@@ -12,7 +12,7 @@ from surefoot.models.adapter import CONFIG, load_adapter_files, settings_of
 from surefoot.models.attention import own_implementation
 from surefoot.models.build import build_model
 from surefoot.models.generate import end_tokens
-from surefoot.models.resolve_model import check_is_known, local_path, resolve_model
+from surefoot.models.resolve_model import local_path, resolve_model
 from surefoot.models.vision import attention_of
 from surefoot.training.export import find_base, load_adapter, load_tokenizer_of, read_run_config
 
@@ -39,7 +39,6 @@ def find_model(source: str, adapter: str | Path | None = None) -> ModelFiles:
     `adapter`: a folder of its own, or that of a run. Raises: ModelError if there is no such model, or the run is
     unfinished.
     """
-    check_is_known(source, source)
     folder, adapter = local_path(source), Path(adapter) if adapter is not None else None
     if (folder / "run.yaml").is_file():
         if adapter is not None:

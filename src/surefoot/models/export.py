@@ -216,9 +216,9 @@ class _Merger:
         ties: dict[str, str] = self._layout.model.all_tied_weights_keys
         if tied := next((name for name in lost if name in ties), None):
             raise ModelError(
-                f"{self._folder}: {tied} and {ties[tied]} are one weight in {base}, and the adapter has a pair for "
-                "each of them, which cannot both be merged into it. Nothing was written. Use the adapter as it is: "
-                "PEFT and `surefoot chat` open it."
+                f"{self._folder}: {tied} and {ties[tied]} are one weight in {base}, which the adapter changes "
+                "differently in the two places, so it cannot be merged. Nothing was written. Use the adapter as it is: "
+                "PEFT, `surefoot chat` and `surefoot serve` open it."
             )
         if lost:
             raise ModelError(

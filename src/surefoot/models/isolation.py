@@ -20,7 +20,7 @@ from surefoot.errors import ModelError
 from surefoot.models.attention import has_packed_attention, own_implementation
 from surefoot.models.decoder_layers import body_of, class_name, decoder_of
 from surefoot.models.mixing_probe import MissingKernelError, MixingProbe
-from surefoot.models.per_sample import CallShapes, run_per_sample, run_whole
+from surefoot.models.per_sample import CallShapes, restore_state, run_per_sample, run_whole
 from surefoot.models.routing import router_names
 from surefoot.models.sample_layout import SampleArguments, accept_samples
 from surefoot.models.sample_masks import NeedsOwnAttentionError, layer_kinds
@@ -60,6 +60,9 @@ def isolate_samples(model: PreTrainedModel, dtype: torch.dtype, *, is_sharded: b
     """
     arguments = accept_samples(model)
     decoder = decoder_of(model)
+    rotary = {decoder.get_submodule(name): shapes for name, shapes in _find_rotary(decoder).items()}
+    for module, shapes in rotary.items():  # before a forward of the probe changes their frequencies
+        run_per_sample(module, shapes, is_stateful=True)
     probe = MixingProbe(model, dtype)
     model.eval()
     missing_kernels = _tell_kernels(probe, arguments) if _wants_kernels(model) else None
@@ -92,7 +95,9 @@ def isolate_samples(model: PreTrainedModel, dtype: torch.dtype, *, is_sharded: b
             '"is_decoder": true for the family of BERT, "causal": true for XLM, "attn_type": "uni" for XLNet, '
             '"use_bidirectional_attention": false for Gemma 3. Otherwise, take another model.'
         )
-    return Isolation(dict(Counter(type(module).__name__ for module in apart)), missing_kernels)
+    for module in rotary:
+        restore_state(module)
+    return Isolation(dict(Counter(type(module).__name__ for module in [*rotary, *apart])), missing_kernels)
 
 
 def can_share_prompts(model: PreTrainedModel) -> bool:
@@ -147,10 +152,9 @@ def _take_apart(probe: MixingProbe, decoder: nn.Module) -> tuple[dict[nn.Module,
     Returns: those parts, and how far the logits of samples in a row are from those of each alone (see `MixingProbe`).
     Raises: NeedsOwnAttentionError.
     """
-    mixing = probe.find_mixing(decoder)
-    apart = {decoder.get_submodule(name): shapes for name, shapes in (_find_rotary(decoder) | mixing).items()}
+    apart = {decoder.get_submodule(name): shapes for name, shapes in probe.find_mixing(decoder).items()}
     for module, shapes in apart.items():
-        run_per_sample(module, shapes, is_stateful=hasattr(module, "rope_type"))
+        run_per_sample(module, shapes, is_stateful=False)
     return apart, probe.measure_mixing(is_changed=bool(apart))
 
 

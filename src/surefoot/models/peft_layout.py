@@ -37,10 +37,10 @@ UNREADABLE_BY_PEFT = (
 )
 """Notice of a run whose adapter PEFT cannot represent: the first of the targets, and their number."""
 UNMERGEABLE = (
-    "{} and {} are one weight (and {} more such pairs), but each of the two gets LoRA of its own, as in PEFT: "
-    "`surefoot export --merge` cannot write that as one weight. PEFT and Surefoot (init_adapter, chat) read the adapter"
+    "{} and {} are one weight, which the adapter changes differently in the two places: `surefoot export --merge` "
+    "cannot write that as one weight. PEFT and Surefoot (init_adapter, chat, serve) open the adapter"
 )
-"""Notice of a run whose adapter cannot be merged: two names of the first shared weight, and the number of others."""
+"""Notice of a run whose adapter cannot be merged, with the two names of the first weight that is shared."""
 LORA = ".lora_"
 OUTERMOST = "down_proj"
 """The stack whose wrapper is outside those of the module's other stacks: modules define it last."""

@@ -164,6 +164,12 @@ def run_per_sample(module: nn.Module, shapes: CallShapes, *, is_stateful: bool) 
     module.forward = _PerSample(module, shapes, is_stateful)
 
 
+def restore_state(module: nn.Module) -> None:
+    """Give a module that runs once per sample, and has state, the state that each sample meets."""
+    assert isinstance(module.forward, _PerSample)
+    module.forward.restore_state()
+
+
 def run_whole(module: nn.Module) -> None:
     """Undo `run_per_sample`."""
     assert isinstance(module.forward, _PerSample)
@@ -179,6 +185,11 @@ class _PerSample:
         self._shapes = shapes
         self._state = _attributes(module) if is_stateful else None
 
+    def restore_state(self) -> None:
+        """Set the module's attributes to those that each sample meets, if it has state."""
+        if self._state is not None:
+            _set_attributes(self._module, self._state)
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layout = current_layout()
@@ -186,8 +197,7 @@ class _PerSample:
             return self.whole(*args, **kwargs)
         outputs = []
         for sample in range(len(layout.lengths)):
-            if self._state is not None:
-                _set_attributes(self._module, self._state)
+            self.restore_state()
             outputs.append(self._shapes.run_sample(self.whole, args, kwargs, layout, sample))
         return outputs[0] if len(outputs) == 1 else self._shapes.join(outputs)
 

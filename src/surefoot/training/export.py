@@ -8,6 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surefoot.config import RunConfig, read_saved
 from surefoot.data.render import answer_ends
+from surefoot.distributed.artifact import CARD
 from surefoot.errors import ConfigError, ModelError
 from surefoot.events import Emit, Notice
 from surefoot.models.adapter import (
@@ -27,10 +28,12 @@ from surefoot.models.quantization.released import find_quantization
 from surefoot.models.resolve_model import folder_here, resolve_model
 from surefoot.models.stored_layout import StoredLayout
 from surefoot.models.weight_loading import check_weights_fill
-from surefoot.system.atomic_io import new_folder
+from surefoot.system.atomic_io import new_folder, write_text
 from surefoot.system.json_files import DamagedFile
 from surefoot.training.checkpoint import checkpoint_folder, list_checkpoints, read_state, step_of, verify
+from surefoot.training.model_card import make_card
 from surefoot.training.run_dir import saved_config
+from surefoot.training.run_summary import read_result
 from surefoot.training.sharded_tensors import ShardedTensors
 
 LOGGER = logging.getLogger(__name__)
@@ -50,6 +53,7 @@ def export(run: Path, target: Path, *, merge: bool, step: int | None, emit: Emit
                 f"{run} is an adapter folder, which has no steps. Give the run folder to export step {step}."
             )
         return _merge_or_copy(run, target, merge, emit)
+    card = _make_card(run) if merge else None
     config = read_run_config(run)
     settings = lora_settings(config)
     if settings is None and merge:
@@ -58,7 +62,7 @@ def export(run: Path, target: Path, *, merge: bool, step: int | None, emit: Emit
         _note_quantization(folder_here(config.model), emit)
     finished = run / ("adapter" if settings else "model")
     if step is None and finished.is_dir():
-        return _merge_or_copy(finished, target, merge, emit)
+        return _merge_or_copy(finished, target, merge, emit, card)
     checkpoint = _find_checkpoint(run, step)
     if not finished.is_dir():
         LOGGER.warning("%s is not complete: written from its checkpoint of %s", run, _describe_step(checkpoint, config))
@@ -85,9 +89,16 @@ def export(run: Path, target: Path, *, merge: bool, step: int | None, emit: Emit
     if not merge:
         return adapter
     try:
-        return _merge_into_base(base, adapter, target, emit)
+        return _merge_into_base(base, adapter, target, emit, card)
     finally:
         shutil.rmtree(adapter)
+
+
+def _make_card(run: Path) -> str | None:
+    """Return the card of a run's model with the adapter merged in; None before the run has ended."""
+    result = read_result(run)
+    config = read_run_config(run).model_dump(mode="json")
+    return make_card(config, result.as_dict(), is_merged=True) if result is not None else None
 
 
 def find_artifact(folder: Path) -> Path:
@@ -108,7 +119,7 @@ def _note_quantization(base: Path | None, emit: Emit) -> None:
         emit(Notice(quantization.describe_export()))
 
 
-def _merge_or_copy(finished: Path, target: Path, merge: bool, emit: Emit) -> Path:
+def _merge_or_copy(finished: Path, target: Path, merge: bool, emit: Emit, card: str | None = None) -> Path:
     if not merge:
         if (finished / CONFIG).is_file():
             load_adapter_files(finished)  # a damaged one is not passed on
@@ -118,7 +129,7 @@ def _merge_or_copy(finished: Path, target: Path, merge: bool, emit: Emit) -> Pat
             shutil.copytree(finished, folder, dirs_exist_ok=True, ignore=_list_special_files)
         return target
     base = resolve_model(find_base(finished), f"{finished}/{CONFIG}")
-    return _merge_into_base(base, finished, target, emit)
+    return _merge_into_base(base, finished, target, emit, card)
 
 
 def find_base(adapter: Path) -> str:
@@ -134,8 +145,8 @@ def _list_special_files(folder: str, names: list[str]) -> list[str]:
     return [name for name in names if not Path(folder, name).is_file() and not Path(folder, name).is_dir()]
 
 
-def _merge_into_base(base: Path, adapter: Path, target: Path, emit: Emit) -> Path:
-    """Write the base with the adapter merged in, and with the chat template that the adapter was trained with."""
+def _merge_into_base(base: Path, adapter: Path, target: Path, emit: Emit, card: str | None) -> Path:
+    """Write the base with the adapter merged in, the chat template of the adapter's training, and a card if given."""
     _note_quantization(base, emit)
 
     def finish(folder: Path) -> None:
@@ -144,6 +155,8 @@ def _merge_into_base(base: Path, adapter: Path, target: Path, emit: Emit) -> Pat
         if trained.chat_template != own.chat_template or is_elsewhere:
             trained.save_pretrained(folder)
         name_ends(folder, answer_ends(trained))
+        if card is not None:
+            write_text(folder / CARD, card)
 
     return merge_adapter(base, adapter, target, finish)
 

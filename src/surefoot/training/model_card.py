@@ -18,21 +18,23 @@ SHOWN = (
 SHOWN_WITH_LORA = ("lora_rank", "lora_alpha", "target_modules")
 
 
-def make_card(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    """Return the card of what a run wrote. Files are named without their folders, which are nobody's business."""
-    is_adapter = config["tuning"] == "lora"
+def make_card(config: Mapping[str, Any], summary: Mapping[str, Any], *, is_merged: bool = False) -> str:
+    """Return the card of what a run wrote, or of its adapter merged into the base. Files are named without folders."""
+    has_adapter = config["tuning"] == "lora"
+    is_adapter = has_adapter and not is_merged
     base = _name(config["model"])
     header: dict[str, Any] = {
         "library_name": "peft" if is_adapter else "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["surefoot", config["method"], *(["lora"] if is_adapter else [])],
+        "tags": ["surefoot", config["method"], *(["lora"] if has_adapter else [])],
     }
     if HUB_ID.match(config["model"]):
         header["base_model"] = config["model"]
     datasets = [item["path"] for item in config["dataset"] if HUB_ID.match(item["path"])]
     if datasets:
         header["datasets"] = datasets
-    what = f"A LoRA adapter for {base}" if is_adapter else f"{base}, fine-tuned in full"
+    tuned = f"{base} with a LoRA adapter merged in" if has_adapter else f"{base}, fine-tuned in full"
+    what = f"A LoRA adapter for {base}" if is_adapter else tuned
     return "\n".join(
         [
             "---", yaml.safe_dump(header, sort_keys=False).strip(), "---", "",
@@ -40,7 +42,7 @@ def make_card(config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
             f"{what}, trained by Surefoot with `method: {config['method']}`.", "",
             "## Load it", "", "```python", *_loading(base, is_adapter=is_adapter), "```", "",
             "## Training", "", "| | |", "|---|---|",
-            *(f"| {name} | {value} |" for name, value in _facts(config, summary, is_adapter=is_adapter)), "",
+            *(f"| {name} | {value} |" for name, value in _facts(config, summary, has_adapter=has_adapter)), "",
         ]
     )  # fmt: skip
 
@@ -62,7 +64,7 @@ def _loading(base: str, *, is_adapter: bool) -> Iterator[str]:
     yield 'tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")'
 
 
-def _facts(config: Mapping[str, Any], summary: Mapping[str, Any], *, is_adapter: bool) -> Iterator[tuple[str, Any]]:
+def _facts(config: Mapping[str, Any], summary: Mapping[str, Any], *, has_adapter: bool) -> Iterator[tuple[str, Any]]:
     """Yield the rows of the table."""
     yield "base model", _name(config["model"])
     yield "data", ", ".join(_name(item["path"]) for item in config["dataset"])
@@ -73,7 +75,7 @@ def _facts(config: Mapping[str, Any], summary: Mapping[str, Any], *, is_adapter:
     for name, value in summary["evaluation"].items():
         if name != "step":
             yield name, f"{value:.4f}"
-    for name in (*(SHOWN_WITH_LORA if is_adapter else ()), *SHOWN):
+    for name in (*(SHOWN_WITH_LORA if has_adapter else ()), *SHOWN):
         value = config[name]
         yield name, ", ".join(value) if isinstance(value, list) else value
     yield "surefoot", __version__

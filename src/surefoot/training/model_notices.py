@@ -16,7 +16,8 @@ from surefoot.models.quantization.released import find_quantization
 
 EXPERTS_LEFT_OUT = "target_modules: {} mean linear layers, and the experts of this model are none: add `experts`"
 ALL_LOGITS = (
-    "this model scales or caps its logits itself, so those of all trained tokens of a micro-batch are held at once; "
+    "the logits of this model are more than its output layer on hidden states (they are scaled or capped, or the layer "
+    "has LoRA), so those of all trained tokens of a micro-batch are held at once; "
     "a smaller per_device_train_batch_size holds fewer"
 )
 UNNAMED_ENDS = (
@@ -48,4 +49,4 @@ def _describe_adapter(model: PreTrainedModel, targets: Sequence[str]) -> Iterato
     if unreadable := find_unreadable(model, targets):
         yield UNREADABLE_BY_PEFT.format(unreadable[0], len(unreadable))
     if tied := find_unmergeable(model, targets):
-        yield UNMERGEABLE.format(*tied[0], len(tied) - 1)
+        yield UNMERGEABLE.format(*tied[0])
