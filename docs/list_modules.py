@@ -7,8 +7,8 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "surefoot"
 ROOMS = (
     "config data models models/quantization distributed methods methods/grpo methods/grpo/engines training inference "
-    "cli launch diagnostics diagnostics/monitor diagnostics/rules diagnostics/preflight diagnostics/selftest diagnostics/report "
-    "planner migrate integrations system findings"
+    "cli launch diagnostics diagnostics/monitor diagnostics/rules diagnostics/preflight diagnostics/selftest "
+    "diagnostics/report planner migrate integrations system findings"
 ).split()
 """Folders, from the core to its wings to what all stand on."""
 
