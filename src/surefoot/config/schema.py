@@ -297,7 +297,7 @@ class RunConfig(BaseModel):
     save_total_limit: Free[int | None] = Field(default=3, gt=0)
     """Number of newest checkpoints to keep; null keeps all."""
     resume_from_checkpoint: Free[str | bool] = "auto"
-    """`auto`: go on from the newest sound checkpoint in `output_dir`, if any. A path: from that; later ones in
+    """`auto`: resume from the newest intact checkpoint in `output_dir`, if any. A path: from that; later ones in
     `output_dir` are set aside. false: start anew."""
     overwrite_output_dir: Free[bool] = False
     """Whether to delete the run in `output_dir` and start from the beginning."""

@@ -149,7 +149,7 @@ def verify(path: Path) -> dict[str, Any]:
 
 
 def find_newest(run_folder: Path) -> tuple[Path | None, list[Finding]]:
-    """Return the newest sound checkpoint, and a finding for each damaged one that was skipped."""
+    """Return the newest intact checkpoint, and a finding for each damaged one that was skipped."""
     findings = []
     for path in reversed(list_checkpoints(run_folder)):
         try:

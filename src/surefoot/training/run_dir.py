@@ -274,7 +274,7 @@ def check_named_checkpoint(loaded: LoadedConfig) -> None:
 
 
 def _find_newest_and_set_aside(folder: Path) -> Resume:
-    """Return the newest sound checkpoint; damaged ones are renamed, so that nothing counts or finds them again."""
+    """Return the newest intact checkpoint; damaged ones are renamed, so that nothing counts or finds them again."""
     newest, findings = find_newest(folder)
     if findings and newest is None:
         raise CheckpointError(
