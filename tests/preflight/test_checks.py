@@ -86,6 +86,7 @@ def environment(**variables: str) -> dict[str, Any]:
     return {"environment": variables}
 
 
+TWINS = {"en1": "10.2.0.1", "en2": "10.2.0.2"}
 # The last of each: what its cause must name, separated by bars.
 BROKEN: list[tuple[str, str, dict[str, Any], str]] = [
     ("SF701", "warning", {"shared_memory": Disk("/dev/shm", "tmpfs", 16 << 20, -1)}, "16 MiB | /dev/shm"),
@@ -99,6 +100,24 @@ BROKEN: list[tuple[str, str, dict[str, Any], str]] = [
         "node1 | 127.0.1.1",
     ),
     ("SF704", "warning", {"host_addresses": ("127.0.1.1",)}, "node1 | 127.0.1.1"),
+    ("SF704", "warning", {"host_addresses": ("127.0.1.1",), **environment(NCCL_SOCKET_IFNAME="eth0")}, "127.0.1.1"),
+    ("SF704", "warning", {"host_addresses": ("10.0.0.77",)}, "node1 | 10.0.0.77 | no interface"),
+    (
+        "SF705",
+        "warning",
+        {
+            "interfaces": {
+                **NODE.interfaces,
+                **{
+                    name: Interface((f"10.2.0.{name[-1]}",), True, 1500, 0, ("10.2.0.0/24",)) for name in ("en1", "en2")
+                },
+            }
+        },
+        "en1 and en2 | 10.2.0.0/24",
+    ),
+    ("SF710", "warning", environment(NCCL_SOCKET_IFNAME=""), "NCCL_SOCKET_IFNAME is set, and empty"),
+    ("SF710", "warning", environment(NCCL_NET="Socket"), "NCCL_NET=Socket | TCP"),
+    ("SF710", "warning", environment(NCCL_P2P_LEVEL="LOC"), "NCCL_P2P_LEVEL=LOC"),
     ("SF704", "warning", {"host_addresses": (), "unknown": {"host_addresses": "gaierror"}}, "node1 | gaierror"),
     ("SF705", "failed", environment(NCCL_SOCKET_IFNAME="eno1"), "=eno1 | no interface"),
     ("SF705", "failed", environment(GLOO_SOCKET_IFNAME="eth"), "=eth | no interface"),

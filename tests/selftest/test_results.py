@@ -92,6 +92,12 @@ def test_sound_ranks_have_no_finding() -> None:
             "9000",
             "1500",
         ),
+        (
+            {"ports": [{**asdict(PORT), "interface": "eth0"}]},
+            "MTU of RoCE",
+            "1500",
+            "not set",
+        ),
     ],
 )
 def test_a_rank_that_differs_is_named_with_its_machine(

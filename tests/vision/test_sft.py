@@ -256,7 +256,10 @@ def test_images_are_never_cut(vision: Any, tmp_path: Path) -> None:
     ((place, reason),) = data.train.skipped()
     assert place == "long.jsonl:2"
     assert re.search(r"\d tokens .*images, .*max_length=40$", reason)
-    with pytest.raises(DataError, match=r"1 of 2 rows .* max_length=40: .* long.jsonl:2.*: drop \([^()]*\) \("):
+    needed = (
+        r"1 of 2 rows .* max_length=40: .* long.jsonl:2.* 1 of them have images, .*max_pixels.*: drop \([^()]*\) \("
+    )
+    with pytest.raises(DataError, match=needed):
         opened(vision(dataset=str(path), max_length=40, max_pixels=30 * 784))
 
 

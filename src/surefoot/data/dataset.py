@@ -214,6 +214,8 @@ class Dataset:
         why, side = "Cutting them would train on answers without an end.", "right"
         if self.has_prompts:
             why, side = "Cutting them would lose the question.", "left"
+        if with_images:
+            why += f" {with_images} of them have images, which a lower max_pixels makes shorter."
         cut = f" or {side} (cut them{', but not those with images' if with_images else ''})"
         raise DataError(
             f"{num_long} of {num_rows} rows are longer than {options.limit}: the first is {first}, the longest "
@@ -320,10 +322,13 @@ class Dataset:
             long_samples = np.flatnonzero((shard.lengths > options.max_length) & mask_samples(shard, rows, options))
             if len(long_samples):
                 first = int(long_samples[0])
-                cut = "" if shard.image_counts[first] > 0 else " or left" if self.has_prompts else " or right"
+                images = int(shard.image_counts[first])
+                with_images = f" with {images} image{'s' * (images > 1)}" if images else ""
+                smaller = ", lower max_pixels" if images else ""
+                cut = "" if images else " or left" if self.has_prompts else " or right"
+                advice = f"{options.limit_advice or 'Raise it'}{smaller}, or set truncation: drop{cut}"
                 raise DataError(
-                    f"{self._locate(ref, int(shard.lines[first]))}: {shard.lengths[first]} tokens, longer than "
-                    f"{options.limit}. {options.limit_advice or 'Raise it'}, or set truncation: drop{cut} "
-                    f"({self._where})."
+                    f"{self._locate(ref, int(shard.lines[first]))}: {shard.lengths[first]} tokens{with_images}, longer "
+                    f"than {options.limit}. {advice} ({self._where})."
                 )
         return select_samples(shard, rows, options, are_prompts=self.has_prompts)

@@ -26,6 +26,8 @@ class Interface:
     mtu: int
     speed_mbit: int = 0
     """Speed that the interface reports; 0 if it reports none."""
+    networks: tuple[str, ...] = ()
+    """IPv4 networks of its addresses, such as 10.0.0.0/24."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ server) is reported as unknown and does not stop the others. Imports no torch.
 """
 
 import importlib.util
+import ipaddress
 import os
 import platform
 import re
@@ -216,9 +217,19 @@ def _read_interfaces() -> dict[str, Interface]:
             states[name].isup if name in states else False,
             states[name].mtu if name in states else 0,
             states[name].speed if name in states else 0,
+            tuple(dict.fromkeys(_network_of(address) for address in addresses if _has_network(address))),
         )
         for name, addresses in psutil.net_if_addrs().items()
     }
+
+
+def _has_network(address: Any) -> bool:
+    """Return whether an address has IPv4 neighbours: a netmask that is not that of a single address."""
+    return address.family == socket.AF_INET and address.netmask not in (None, "255.255.255.255")
+
+
+def _network_of(address: Any) -> str:
+    return str(ipaddress.ip_interface(f"{address.address}/{address.netmask}").network)
 
 
 def _read_ports(root: Path) -> Iterator[Port]:

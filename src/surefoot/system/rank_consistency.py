@@ -27,6 +27,13 @@ def facts_of(machine: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     }
     if mtus:
         facts["network"] = {"MTU": " and ".join(sorted(mtus))}
+    roce = {
+        str(machine["interfaces"][port["interface"]]["mtu"])
+        for port in machine["ports"]
+        if "ACTIVE" in port["state"] and port["link_layer"] == "Ethernet" and port["interface"] in machine["interfaces"]
+    }
+    if roce:
+        facts.setdefault("network", {})["MTU of RoCE"] = " and ".join(sorted(roce))
     for kind in ("environment", "versions"):
         if kind not in machine["unknown"]:
             facts[kind] = {name: str(value) for name, value in machine[kind].items() if not MAY_DIFFER.search(name)}

@@ -103,9 +103,21 @@ SLOW = {
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "each tensor is asked of the driver",
     "TORCH_DISTRIBUTED_DEBUG": "each collective is checked by another one, where it is DETAIL",
     "NCCL_DEBUG": "every call is written to the log, where it is TRACE",
+    "NCCL_P2P_LEVEL": "GPUs of one machine copy through host memory, where it is LOC",
+    "NCCL_NET_GDR_LEVEL": "network cards copy through host memory, where it is LOC",
+    "NCCL_NET": "ranks of several machines talk over TCP, where it is Socket",
 }
 """Debugging variables that make every run slow -> what they do."""
-SLOW_VALUES = {"NCCL_NVLS_ENABLE": "0", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "NCCL_DEBUG": "TRACE"}
+SLOW_VALUES = {
+    "NCCL_NVLS_ENABLE": "0", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "NCCL_DEBUG": "TRACE", "NCCL_P2P_LEVEL": "LOC",
+    "NCCL_NET_GDR_LEVEL": "LOC", "NCCL_NET": "SOCKET",
+}  # fmt: skip
+"""Variables that are slow with one value alone, in capitals."""
+NOT_EMPTY = (
+    "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_ALGO", "NCCL_PROTO",
+    "OMP_NUM_THREADS",
+)  # fmt: skip
+"""Variables that are empty by mistake: a script set them to a variable of its own that has no value."""
 SWITCHES = frozenset(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING"))
 """Slow variables that 0 switches off."""
 
@@ -147,7 +159,7 @@ VALUES: Mapping[str, tuple[str, str]] = {
 def check_variables(context: CheckContext) -> Result:
     """Check for names that no library reads, invalid values, and variables that make every run slow."""
     environment = context.machine.environment
-    problems = [*_find_misspelled_names(environment), *_find_invalid_values(environment)]
+    problems = [*_find_misspelled_names(environment), *_find_invalid_values(environment), *_find_empty(environment)]
     slow = [
         variable
         for variable in SLOW
@@ -224,6 +236,12 @@ def _find_invalid_values(environment: Mapping[str, str]) -> Iterator[tuple[str, 
         value = environment.get(variable, "")
         if value and not re.fullmatch(pattern, value.replace(" ", "")):
             yield f"{variable}={value} is not {expected}", f"Correct {variable}, or unset it."
+
+
+def _find_empty(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    for variable in NOT_EMPTY:
+        if environment.get(variable) == "":
+            yield f"{variable} is set, and empty", f"Give {variable} a value, or unset it."
 
 
 def _is_slow(variable: str, value: str) -> bool:

@@ -14,6 +14,12 @@ GLOO_NAMES = (
 )
 
 
+ONE_NETWORK = (
+    "Name one of them in NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, or give each a network of its own. Linux answers "
+    "for the address of one interface on any other in the same network (arp_ignore, arp_filter)."
+)
+
+
 def check_host_name(context: CheckContext) -> Result:
     host, addresses = context.machine.host, context.machine.host_addresses
     if not addresses:
@@ -22,12 +28,17 @@ def check_host_name(context: CheckContext) -> Result:
             return fail("SF704", f"the name {host} of this machine has no address: {why}", host=host)
         raise NotApplicable(f"{why}; only runs of several machines need it")
     summary = f"{host} is {', '.join(addresses)}"
-    is_named = any(context.machine.environment.get(variable) for variable in NAMING)
+    # NCCL looks for an interface itself; gloo takes that of the host name unless it is told otherwise.
+    is_named = bool(context.machine.environment.get("GLOO_SOCKET_IFNAME"))
     if context.nodes > 1 and not is_named and all(_is_loopback(address) for address in addresses):
         # If the rendezvous is on this machine, all ranks of the run may be on it.
         is_fatal = context.machine.rendezvous.startswith(ELSEWHERE)
         cause = f"{summary}: other machines would connect to themselves"
         return fail("SF704", cause, is_fatal=is_fatal, addresses=summary)
+    own = {address.partition("%")[0] for state in context.machine.interfaces.values() for address in state.addresses}
+    if context.nodes > 1 and not is_named and own and not own & {address.partition("%")[0] for address in addresses}:
+        cause = f"{summary}, and no interface of this machine has that address: gloo cannot listen on it"
+        return fail("SF704", cause, addresses=summary, own=", ".join(sorted(own)))
     return ok(summary)
 
 
@@ -50,8 +61,23 @@ def check_interfaces(context: CheckContext) -> Result:
             problem = problem or _check_interface_names(f"{variable}={value}", value, context)
             if problem is not None:
                 return problem
+    shared = _find_shared_networks(present) if context.nodes > 1 else {}
+    for network, names in shared.items():
+        if not any(context.machine.environment.get(variable) for variable in NAMING):
+            cause = f"{' and '.join(names)} are both in {network}: replies may leave by another one than they came in"
+            return fail("SF705", cause, fix=ONE_NETWORK, interfaces=", ".join(names))
     up = [interface for interface, state in sorted(present.items()) if state.is_up]
     return ok(f"up: {', '.join(up)}")
+
+
+def _find_shared_networks(interfaces: Mapping[str, Interface]) -> dict[str, list[str]]:
+    """Return the networks in which several interfaces that are up have an address, with their names."""
+    members: dict[str, list[str]] = {}
+    for name, state in sorted(interfaces.items()):
+        if state.is_up and _can_reach_other_machines(name, state):
+            for network in state.networks:
+                members.setdefault(network, []).append(name)
+    return {network: names for network, names in members.items() if len(names) > 1}
 
 
 def _check_gloo_names(setting: str, value: str, context: CheckContext) -> Result | None:
