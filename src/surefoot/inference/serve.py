@@ -58,7 +58,8 @@ def vllm_options(files: ModelFiles) -> list[str]:
     config, _ = load_adapter_files(files.adapter)
     module: dict[str, Any] = {"name": files.name, "path": str(files.adapter.resolve())}
     options = ["--enable-lora", "--max-lora-rank", str(allowed_lora_rank(config["r"]))]
-    if config.get("target_parameters"):  # the experts of a layer are in one tensor
+    # The experts of a layer are in one tensor; the parameter of a linear layer has the name `weight`.
+    if any(not name.endswith(".weight") for name in config.get("target_parameters") or ()):
         options.append("--enable-mixed-moe-lora-format")
         module |= {"is_3d_lora_weight": True}
     return [*options, "--lora-modules", json.dumps(module)]
