@@ -1,4 +1,4 @@
-"""What the commands share: the type of their parsers, counts as arguments, and the output of their results."""
+"""Shared parts of the commands: the type of their parsers, counts as arguments, and the output of results."""
 
 import argparse
 from typing import Any

@@ -1,1 +1,1 @@
-"""What a trained model is used for: it is loaded, talked to, served and evaluated."""
+"""Use of a trained model: loading it for generation, chat, a server and benchmarks."""
