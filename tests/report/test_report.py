@@ -63,6 +63,8 @@ def test_the_page_is_one_small_file(run_folder: Path) -> None:
     assert set(charts) == CHARTS
     for spec in charts.values():
         vl_convert.vegalite_to_svg(spec)
+    owners = {row["owner"]: row["mib"] for row in charts["ledger"]["layer"][0]["data"]["values"] if row["rank"] == "0"}
+    assert owners["other"] < 0.15 * sum(owners.values()), "nearly all memory has a name"
     colors = charts["phases"]["layer"][0]["encoding"]["color"]["scale"]
     assert dict(zip(colors["domain"], colors["range"], strict=True))["optimizer"] == PALETTE[5], "in every report"
     assert re.findall(r"<h2>(SF\d+) [^<]*\(in an earlier start\)</h2>", text) == ["SF101"]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from surefoot.diagnostics.report.run_history import Row, RunHistory
+from surefoot.diagnostics.report.run_history import PROGRAM, Row, RunHistory
 
 Spec = dict[str, Any]
 HEIGHT = 220
@@ -25,7 +25,7 @@ PALETTE = [
     "#6b4c9a", "#2f7d5b",
 ]  # fmt: skip
 """Colours of phases and owners, in their order: the same in every report."""
-OWNER_ORDER = ["frozen parameters", "trained parameters", "gradients", "optimizer", "activations", "other"]
+OWNER_ORDER = ["frozen parameters", "trained parameters", "gradients", "optimizer", "activations", "other", PROGRAM]
 
 
 def charts(history: RunHistory) -> dict[str, tuple[str, Spec]]:

@@ -28,6 +28,8 @@ ROLLOUT_NAMES = (
 STEPS_SHOWN, COMPLETIONS_SHOWN = 12, 8
 """Number of steps of completions.jsonl that are shown, and number of completions of each."""
 EVALUATED = ("eval_loss", "eval_reward")
+PROGRAM = "Python, libraries, data"
+"""Owner of the memory that a rank holds before it loads weights."""
 LONG_PHASES = ("launch", "load", "tokenize", "save", "evaluate", "export")
 """Phases that the time line shows individually; the other phases are parts of steps."""
 BESIDE_STEPS = ("launch", "load", "tokenize", "export")
@@ -237,7 +239,7 @@ def _collect_memory(entries: Sequence[Entry]) -> list[Row]:
 def _collect_ledger(entries: Sequence[Entry]) -> list[Row]:
     """Return the memory of each rank by owner.
 
-    Activations count with their peak; `other` is what has no known owner: Python, libraries, caches.
+    Activations count with their peak; `other` is what has no known owner, such as caches.
     """
     newest = {entry.rank: entry for entry in entries if entry.kind == "memory"}
     rows = []
@@ -250,20 +252,37 @@ def _collect_ledger(entries: Sequence[Entry]) -> list[Row]:
         used = [later.values["anonymous_bytes"] for later in in_steps if later.values.get("anonymous_bytes")]
         attributed = values["frozen"] + values["trained"] + values["optimizer"]
         activations = max(used, default=0.0) - min(used, default=0.0) - values["gradients"]
+        program = _memory_before_load(entries, rank, entry.start)
         # Activations are then on the device, where `total` was counted.
         if any(later.kind == "device memory" for later in in_steps):
             peak = max((later.values["peak_memory_bytes"] for later in in_steps if later.kind == "step"), default=0.0)
             activations = peak - values["total"] - values["gradients"]
+            program = 0.0
+        remaining = max(0.0, values["total"] - attributed)
         owners = {
             "frozen parameters": values["frozen"],
             "trained parameters": values["trained"],
             "gradients": values["gradients"],
             "optimizer": values["optimizer"],
             "activations": max(0.0, activations),
-            "other": max(0.0, values["total"] - attributed),
+            PROGRAM: min(program, remaining),
+            "other": remaining - min(program, remaining),
         }
         rows += [{"rank": str(rank), "owner": owner, "mib": round(size / 2**20, 3)} for owner, size in owners.items()]
     return rows
+
+
+def _memory_before_load(entries: Sequence[Entry], rank: int, start: int) -> float:
+    """Return the bytes that a rank held before its weights: Python, torch and transformers. 0 if not recorded.
+
+    The phase `load` begins several times: for config and tokenizer, and last for the weights.
+    """
+    began = [
+        entry.values.get("anonymous_bytes", 0.0)
+        for entry in entries
+        if (entry.rank, entry.start, entry.kind, entry.phase) == (rank, start, "phase began", "load")
+    ]
+    return began[-1] if began else 0.0
 
 
 def _collect_gpus(looks: Sequence[GpuSnapshot], began_s: float) -> list[Row]:
