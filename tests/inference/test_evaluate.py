@@ -50,3 +50,10 @@ def test_an_unknown_task_is_refused_with_the_nearest(finished_run: Path, tasks: 
     done = surefoot("evaluate", str(finished_run), "--tasks", "colour", "--tasks-folder", str(tasks), timeout_s=300)
     assert done.returncode == 2
     assert "did you mean colours?" in done.stderr
+
+
+def test_data_that_cannot_be_fetched_are_named(finished_run: Path) -> None:
+    done = surefoot("evaluate", str(finished_run), "--tasks", "gsm8k", "--limit", "1", timeout_s=300)
+    assert done.returncode == 2
+    assert "--tasks gsm8k: " in done.stderr
+    assert "Traceback" not in done.stderr

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import surefoot
-from surefoot.cli.output import Parser, parse_count, show
+from surefoot.cli.output import Parser, parse_count, parse_positive, show
 from surefoot.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -85,9 +85,9 @@ def _add_evaluate(verbs: "argparse._SubParsersAction[Parser]") -> None:
     _add_model(evaluate)
     evaluate.add_argument("--tasks", required=True, metavar="A,B", help="names of tasks, such as gsm8k,mmlu_*")
     evaluate.add_argument("--tasks-folder", metavar="DIR", help="a folder of YAML files with further tasks")
-    evaluate.add_argument("--limit", type=parse_count, metavar="N", help="use the first N examples of each task")
+    evaluate.add_argument("--limit", type=parse_positive, metavar="N", help="use the first N examples of each task")
     evaluate.add_argument("--num-fewshot", type=parse_count, metavar="N", help="examples in each prompt")
-    evaluate.add_argument("--batch-size", type=parse_count, default=8)
+    evaluate.add_argument("--batch-size", type=parse_positive, default=8)
     evaluate.add_argument("--no-chat-template", action="store_true", help="give prompts to the model as plain text")
     evaluate.add_argument("--json", action="store_true")
     evaluate.set_defaults(verb=_run_evaluate)

@@ -28,6 +28,14 @@ def parse_count(text: str) -> int:
     return value
 
 
+def parse_positive(text: str) -> int:
+    """Parse an integer of 1 or more, for argparse."""
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
 def show(value: dict[str, Any], text: str, *, as_json: bool) -> None:
     """Print the result of a command: one line of JSON, or text for a person."""
     if as_json:

@@ -59,7 +59,7 @@ def evaluate(files: ModelFiles, settings: EvaluationSettings) -> Scores:
             task_manager=manager,
             log_samples=False,
         )
-    except Exception as error:  # tasks fetch data of many hubs and call metrics of many packages
+    except (OSError, ValueError, KeyError, ImportError) as error:  # data that cannot be fetched, missing metrics
         raise ConfigError(f"--tasks {','.join(tasks)}: the harness cannot run them: {one_line(error)}") from error
     scores = _read_scores(results["results"])
     result = read_result(files.run) if files.run is not None else None
