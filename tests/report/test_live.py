@@ -20,6 +20,10 @@ from tests.support.processes import kill_tree, surefoot
 TIMEOUT_S = 60
 
 
+def listen_to_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.fixture
 def running(tmp_path: Path) -> Path:
     """A run folder in which no step was taken yet."""
@@ -82,7 +86,8 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_verb_says_where_the_page_is_and_ends_with_ctrl_c(running: Path) -> None:
     command = [sys.executable, "-m", "surefoot", "watch", "--web", "--port", "0", str(running)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    # A shell that runs the suite in the background makes its programs ignore Ctrl-C.
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=listen_to_interrupts)
     try:
         assert process.stderr is not None
         (port,) = re.findall(r"http://127\.0\.0\.1:(\d+)/", process.stderr.readline())

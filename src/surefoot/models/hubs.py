@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from surefoot.errors import ModelError, one_line
@@ -105,8 +104,12 @@ def find_cached(source: str) -> Path | None:
 
 
 def _require_modelscope(source: str, where: str) -> None:
-    if find_spec("modelscope") is None:
-        raise ModelError(f"{source} is an id of ModelScope, which needs its package: pip install modelscope ({where}).")
+    try:
+        import modelscope  # noqa: F401
+    except ImportError as error:
+        raise ModelError(
+            f"{source} is an id of ModelScope, which needs its package: pip install modelscope ({where})."
+        ) from error
 
 
 def _download_from_modelscope(source: str, patterns: Sequence[str], where: str, *, only_local: bool) -> Path:
