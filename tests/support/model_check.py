@@ -107,6 +107,7 @@ class Result:
         compared = [result for result in self.modes.values() if not math.isnan(result.loss_difference)]
         apart = sorted({name for result in compared for name in result.taken_apart})
         experts = self.modes.get("experts")
+        adapters = [result for mode, result in self.modes.items() if mode != "full" and result.state == "trains"]
         return {
             "type": self.name,
             "class": self.class_name,
@@ -114,11 +115,7 @@ class Result:
             "experts": None if experts is None else experts.state == "trains",
             "packing": f"taken apart: {', '.join(apart)}" if apart else "told",
             "expert_parallel": self.shares_experts if self.has_experts else None,
-            "peft": all(
-                result.peft_difference <= EXPORT_WITHIN
-                for mode, result in self.modes.items()
-                if mode != "full" and result.state == "trains"
-            ),
+            "peft": bool(adapters) and all(result.peft_difference <= EXPORT_WITHIN for result in adapters),
             "images": self.name in IMAGES_ARE_TESTED,
             "loss": max((result.loss_difference for result in compared), default=None),
             "gradient": max((result.gradient_difference for result in compared), default=None),
