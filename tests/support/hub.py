@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass
 class Hub:
-    """What the hub was sent."""
+    """Repositories and files that were uploaded to the hub."""
 
     address: str = ""
     repositories: dict[str, dict[str, Any]] = field(default_factory=dict)

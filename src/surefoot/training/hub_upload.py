@@ -13,14 +13,13 @@ def check_upload(loaded: LoadedConfig) -> None:
         check_may_push(loaded.run.push_to_hub, loaded.where("push_to_hub"))
 
 
-def upload_artifact(loaded: LoadedConfig, result: RunResult) -> None:
-    """Upload the artifact of a completed run, if its config requests that. A failure is only reported."""
-    repository = loaded.run.push_to_hub
-    if repository is None or result.status != "completed" or result.artifact is None:
+def upload_artifact(result: RunResult, repository: str, where: str) -> None:
+    """Upload the artifact of a completed run. A failure is only reported: the run is completed."""
+    if result.status != "completed" or result.artifact is None:
         return
     try:
-        address = push(result.artifact, repository, is_private=True, where=loaded.where("push_to_hub"))
+        address = push(result.artifact, repository, is_private=True, where=where)
     except ModelError as error:
-        say(f"{error} `surefoot push {loaded.run.run_folder} {repository}` tries again.")
+        say(f"{error} `surefoot push {result.run_folder} {repository}` tries again.")
     else:
         say(f"uploaded: {result.artifact} to {address}")

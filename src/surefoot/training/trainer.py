@@ -75,9 +75,10 @@ def train(loaded: LoadedConfig, observers: Sequence[Observer] = (), *, screen: b
                 init_distributed(device_type(loaded), alone_too=loaded.run.offload is not None)
             )
         result = _train(resolve(loaded, ranks.size), observers, ranks, screen=screen)
-    if ranks.is_first:  # the others leave: an upload may take longer than they wait for each other
+    if ranks.is_first and loaded.run.push_to_hub is not None:
+        # The others leave: an upload may take longer than they wait for each other.
         with Phases(_emit_to(observers), ranks.rank)("export"):
-            upload_artifact(loaded, result)
+            upload_artifact(result, loaded.run.push_to_hub, loaded.where("push_to_hub"))
     return result
 
 

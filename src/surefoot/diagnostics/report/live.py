@@ -22,7 +22,7 @@ ALIVE_S = 15.0
 """Seconds without a change after which a comment is sent, by which a closed connection is noticed."""
 ADDRESS = "127.0.0.1"
 OWN_HOSTS = (ADDRESS, "localhost")
-"""Host names of requests that are answered: another one belongs to a page that made its name mean this machine."""
+"""Host names of requests that are answered. Another name points here by DNS rebinding from a foreign page."""
 
 
 def watch_in_browser(run_folder: Path, port: int) -> None:
@@ -61,7 +61,7 @@ def _read_page(run_folder: Path) -> Page:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers `/` with the page, and `/events` with its changes as server-sent events."""
+    """Handler of requests: `/` is the page, `/events` its changes as server-sent events."""
 
     def __init__(self, read_page: Callable[[], Page], chart_script: str, *connection: Any) -> None:
         self._read_page, self._chart_script = read_page, chart_script
