@@ -38,6 +38,27 @@ def test_of_three_ranks_the_one_that_has_not_come_is_named_also_where_it_says_no
     assert (find_stall(replace(evidence, ranks=mute)).code, mute[1].rank) == ("SF109", 1)
 
 
+def test_a_rank_that_waits_for_the_driver_of_its_gpu() -> None:
+    """The question does not return. A wait for kernels is none: then the rank is only behind."""
+    evidence = read_evidence(NAMED["sleeping"])
+    behind = find_stall(evidence).evidence["rank"]
+
+    def with_frame(function: str) -> StallEvidence:
+        frame = f'  File "/env/lib/python3.12/site-packages/torch/cuda/__init__.py", line 417 in {function}\n'
+        ranks = [
+            replace(rank, stacks=re.sub(r"(most recent call first\):\n)", rf"\1{frame}", rank.stacks))
+            if rank.rank == behind
+            else rank
+            for rank in evidence.ranks
+        ]
+        return replace(evidence, ranks=tuple(ranks))
+
+    finding = find_stall(with_frame("_lazy_init"))
+    assert (finding.code, finding.evidence["rank"]) == ("SF114", behind)
+    assert "_lazy_init" in finding.cause
+    assert find_stall(with_frame("synchronize")).code == "SF106"
+
+
 def test_what_is_missing_is_named_where_the_cause_is_not() -> None:
     silent = alter(
         read_evidence(NAMED["sleeping"]), flight=None, answered=False, stacks="", phase="forward", cpu_share=0.0

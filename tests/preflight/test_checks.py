@@ -204,6 +204,9 @@ BROKEN: list[tuple[str, str, dict[str, Any], str]] = [
         "6.0 of 32.0 GiB | 9.0 GiB",
     ),
     ("SF729", "warning", {"limits": {**NODE.limits, "nproc": 2000}}, "2000 threads | 8 ranks"),
+    ("SF746", "warning", {"gpu_query_s": 21.4}, "21.4 s | 8 GPUs"),
+    ("SF746", "warning", {"unknown": {"cards": "no answer within 8.0 s"}}, "8.0 s"),
+    ("SF745", "warning", {"limits": {**NODE.limits, "as": 64 * GIB}}, "64.0 GiB"),
     (
         "SF737",
         "warning",
@@ -223,6 +226,8 @@ EIGHT_PORTS = tuple(replace(PORT, device=f"mlx5_{number}") for number in range(8
         {"memory_bytes": {"total": 100 * GIB, "available": 50 * GIB, "swap_total": 32 * GIB, "swap_used": 30 * GIB}},
         {"memory_bytes": {"total": 100 * GIB, "available": 9 * GIB, "swap_total": 32 * GIB, "swap_used": 1 * GIB}},
         {"limits": {**NODE.limits, "nproc": 2048}},
+        {"limits": {**NODE.limits, "as": 4000 * GIB}},
+        {"gpu_query_s": 1.5},
         {"rendezvous": "on another machine (10.0.0.9)"},
         {"ports": (*EIGHT_PORTS, replace(PORT, device="storage", state="DOWN"))},
         {"ports": (replace(PORT, link_layer="InfiniBand"), replace(PORT, device="vf", interface="eth0"))},  # MTU 1500

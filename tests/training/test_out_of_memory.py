@@ -1,6 +1,7 @@
 """What a rank says when memory is refused to it."""
 
 import re
+import resource
 
 import pytest
 import torch
@@ -53,6 +54,7 @@ def test_others_and_pieces_are_named_with_their_fix() -> None:
     assert re.search("12.0 GiB .*unused", pieces.cause)
     assert pieces.evidence["kept_unused_gib"] == 12
     assert re.match(f".*PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. {re.escape(USUAL_FIX)}$", pieces.fix)
+    assert "unused" not in watch(100).finding(REFUSED, device(unused=2)).cause  # 2 GiB in one piece would not do either
     in_rollout = watch(100, phase="rollout").finding(REFUSED, device())
     assert re.match(f".*rollout_batch_size.* {re.escape(USUAL_FIX)}$", in_rollout.fix)
 
@@ -64,6 +66,16 @@ def test_before_the_first_step_it_is_the_phase_that_is_named() -> None:
     assert (finding.evidence["phase"], finding.evidence["step"]) == ("load", 0)
     assert re.search("in load, .*first step", finding.cause)
     assert "free_gib" not in finding.evidence
+
+
+def test_a_limit_of_the_address_space_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes.")
+    assert "address space" not in watch(100).finding(refused, None).cause
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (3 * GIB, 3 * GIB))
+    finding = watch(100).finding(refused, None)
+    assert re.search("64 bytes, .*3.0 GiB", finding.cause)
+    assert re.match(f".*ulimit -v.* {re.escape(USUAL_FIX)}$", finding.fix)
+    assert "ulimit" not in watch(100).finding(REFUSED, device()).fix
 
 
 def test_only_what_the_allocators_say_is_that() -> None:

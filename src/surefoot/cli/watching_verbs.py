@@ -16,7 +16,9 @@ COMPARISON = "comparison.html"
 def add_watching_verbs(verbs: "argparse._SubParsersAction[Parser]") -> None:
     """Add the verbs that diagnose runs, and the one that injects faults."""
     explain = verbs.add_parser("explain", help="explain why a run stalled, died or leaked, or explain a finding code")
-    explain.add_argument("what", help="a run folder, or a code such as SF104; without one, all codes", nargs="?")
+    explain.add_argument(
+        "what", help="a run folder, a log of any trainer or server, or a code (SF104); none: all codes", nargs="?"
+    )
     explain.add_argument("--json", action="store_true")
     explain.set_defaults(verb=_run_explain)
 
@@ -55,6 +57,11 @@ def _run_explain(arguments: argparse.Namespace) -> None:
         titles = "\n".join(f"{name} {page.title} ({page.severity})" for name, page in pages.items())
         text = CATALOGUE[code].as_text(code) if code else titles
         show({name: asdict(page) for name, page in pages.items()}, text, as_json=arguments.json)
+    elif Path(arguments.what).is_file():
+        from surefoot.diagnostics.monitor.explain_log import explain_log
+
+        log = explain_log(Path(arguments.what))
+        show(log.as_dict(), log.as_text(), as_json=arguments.json)
     else:
         from surefoot.diagnostics.monitor.explain import explain
 

@@ -209,7 +209,7 @@ def _join_other_ranks(backend: str, size: int) -> Iterator[World]:
     owns_group = not dist.is_initialized()
     if owns_group:
         store = rendezvous(rank, size)
-        with connecting(rank, backend):
+        with connecting(rank, size, backend):
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=size, timeout=DEADLINE, device_id=device
             )

@@ -15,9 +15,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from surefoot.distributed.listening import can_connect, serve_store_at
+from surefoot.distributed.listening import can_connect, is_one_machine, serve_store_at
 from surefoot.errors import StoppedOnFinding, one_line
 from surefoot.findings import Finding
+from surefoot.findings.stalls import ON_ONE_MACHINE
 from surefoot.system.console import say
 from surefoot.system.process import launcher_number
 
@@ -29,6 +30,12 @@ ATTEMPT = "SUREFOOT_ATTEMPT"
 """Environment variable of ranks: how often the ranks of all machines were started before."""
 COUNT = "number here"
 POLL_S = 0.1
+SLOW_START = (
+    "If `nvidia-smi` takes seconds too, the driver starts anew for each process: turn persistence mode on (nvidia-smi "
+    "-pm "
+    "1). "
+)
+"""Advice for GPUs of one machine that are not connected in time."""
 
 
 def attempt() -> int:
@@ -93,10 +100,13 @@ def rendezvous(rank: int, size: int) -> Any:
 
 
 @contextmanager
-def connecting(rank: int, backend: str) -> Iterator[None]:
+def connecting(rank: int, size: int, backend: str) -> Iterator[None]:
     """Report on rank 0 if the ranks, which have all arrived, are not connected soon (SF108)."""
     cause = f"all ranks have joined, but {backend} has not connected them after {LATE.total_seconds():.0f} s"
-    finding = Finding("SF108", cause, {"host": socket.gethostname(), **_read_interface_variables()}, confidence=0.7)
+    fix = f"{SLOW_START if backend == 'nccl' else ''}{ON_ONE_MACHINE}" if is_one_machine(size) else ""
+    finding = Finding(
+        "SF108", cause, {"host": socket.gethostname(), **_read_interface_variables()}, fix, confidence=0.7
+    )
     late = threading.Timer(LATE.total_seconds(), lambda: say(finding.as_text()))
     late.daemon = True
     if rank == 0:

@@ -1,6 +1,7 @@
 """A time limit for work that may hang forever, such as a query of a dead file system or driver."""
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -19,11 +20,16 @@ class Deadline(threading.Thread, Generic[T]):
         self._work = work
         self._value: list[T] = []
         self._error: BaseException | None = None
+        self.took_s = 0.0
+        """Seconds that finished work took."""
         self.start()
 
     def run(self) -> None:
+        began_s = time.monotonic()
         try:
-            self._value.append(self._work())
+            value = self._work()
+            self.took_s = time.monotonic() - began_s
+            self._value.append(value)
         except BaseException as error:  # noqa: BLE001 - raised again in `result`; a Rust panic is not an Exception
             self._error = error
 

@@ -133,6 +133,8 @@ class Snapshot:
     """Number of devices under /proc/driver/nvidia."""
     cards: tuple[Gpu, ...] = ()
     """The same GPUs, as NVML reports them."""
+    gpu_query_s: float | None = None
+    """Seconds that NVML took for them."""
     peers: dict[str, str] = field(default_factory=dict)
     """"0-1" -> ok, or the reason why these two GPUs cannot read each other's memory."""
     topology: dict[str, str] = field(default_factory=dict)

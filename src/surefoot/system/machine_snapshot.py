@@ -110,6 +110,8 @@ def collect(
             unknown[name] = f"no answer within {within_s} s"
         except Exception as error:  # noqa: BLE001 - the other parts are read after any error
             unknown[name] = f"{type(error).__name__}: {error}"
+    if "cards" in values:
+        values["gpu_query_s"] = pending["cards"].took_s
     return Snapshot(**values, unknown=unknown)
 
 
@@ -150,7 +152,12 @@ def _read_variables() -> dict[str, str]:
 
 
 def _read_limits() -> dict[str, int]:
-    kinds = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK, "nproc": resource.RLIMIT_NPROC}
+    kinds = {
+        "nofile": resource.RLIMIT_NOFILE,
+        "memlock": resource.RLIMIT_MEMLOCK,
+        "nproc": resource.RLIMIT_NPROC,
+        "as": resource.RLIMIT_AS,
+    }
     return {name: resource.getrlimit(kind)[0] for name, kind in kinds.items()}
 
 

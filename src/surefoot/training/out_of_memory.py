@@ -1,6 +1,7 @@
 """Finding for a rank that runs out of memory: phase, batch, memory by owner, and other users of the GPU."""
 
 import re
+import resource
 from collections import deque
 from dataclasses import dataclass
 from statistics import median
@@ -11,12 +12,12 @@ from surefoot.events import BatchDescribed, Event, MemorySampled, PhaseBegan
 from surefoot.findings import CATALOGUE, Finding
 
 HOST_ALLOCATOR_ERROR = "DefaultCPUAllocator: can't allocate memory"
-REQUESTED_SIZE = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
+REQUESTED_SIZE = re.compile(r"[Tt]ried to allocate (?P<shown>(?P<number>[\d.]+) (?P<unit>bytes|KiB|MiB|GiB))")
+UNIT_BYTES = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 LARGE_TIMES = 1.5
 """Multiple of the usual tokens from which on a batch is large."""
 OTHERS_BYTES = 4 << 30
 """Memory outside PyTorch's allocator from which on it is reported: a CUDA context and NCCL take one or two GiB."""
-UNUSED_BYTES = 1 << 30
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -77,9 +78,13 @@ class MemoryWatch:
         where = f"in {phase} of step {step}" if step else f"in {phase}, before the first step"
         owner = "the host" if HOST_ALLOCATOR_ERROR in message else "its GPU"
         cause = f"rank {self._rank} got no more memory of {owner}, {where}"
-        cause += f": it requested {requested[1]}" if requested else ""
-        evidence: dict[str, object] = {"rank": self._rank, "step": step, "phase": phase}
         fix = CATALOGUE["SF209"].fix
+        cause += f": it requested {requested['shown']}" if requested else ""
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if owner == "the host" and limit != resource.RLIM_INFINITY:
+            cause += f", and its address space is limited to {limit / 2**30:.1f} GiB"
+            fix = f"Remove that limit (ulimit -v unlimited) before the run. {fix}"
+        evidence: dict[str, object] = {"rank": self._rank, "step": step, "phase": phase}
         if step and self._batch is not None and self._batch.step == step:
             usual = median(self._tokens) if self._tokens else self._batch.tokens
             evidence |= {"tokens_of_its_batch": self._batch.tokens, "usual_tokens": round(usual)}
@@ -98,8 +103,8 @@ class MemoryWatch:
             if others >= OTHERS_BYTES:
                 cause += f"; {others / 2**30:.1f} GiB of it are held outside PyTorch, by other processes or libraries"
                 fix = f"See who else uses that GPU (nvidia-smi): a server, or a run that did not end. {fix}"
-            if unused >= max(UNUSED_BYTES, device.total // 10):
-                cause += f"; {unused / 2**30:.1f} GiB are unused, in pieces that are too small"
+            if requested and unused >= float(requested["number"]) * UNIT_BYTES[requested["unit"]]:
+                cause += f"; {unused / 2**30:.1f} GiB are unused, in pieces that are smaller than the request"
                 fix = f"Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. {fix}"
         if phase == "rollout":
             fix = f"Lower rollout_batch_size, so that fewer completions are generated at once. {fix}"

@@ -17,6 +17,8 @@ from surefoot.distributed.parallel_dims import Layout
 from surefoot.distributed.process_group import World, gpu_of, init_distributed
 from surefoot.errors import ConfigError, ModelError, StoppedOnFinding, StorageError, SurefootError
 from surefoot.events import Emit, Event, FindingMade, Notice, Observer, RunEnded, RunStarted
+from surefoot.findings import Finding
+from surefoot.findings.library_errors import find_library_error
 from surefoot.methods.base import Method, MethodContext, TrainContext
 from surefoot.methods.registry import method_of
 from surefoot.methods.training_data import RunData, open_data
@@ -25,6 +27,7 @@ from surefoot.models.decoder_layers import decoder_layers
 from surefoot.models.lora import lora_settings
 from surefoot.models.resolve_model import fingerprint, resolve_model
 from surefoot.system.atomic_io import write_json, write_text
+from surefoot.system.console import say
 from surefoot.system.process import StopSignal, launcher_number
 from surefoot.training.async_checkpoint import Saver
 from surefoot.training.auto_settings import choose_auto
@@ -70,7 +73,7 @@ def train(loaded: LoadedConfig, observers: Sequence[Observer] = (), *, screen: b
     Raises: InputError (nothing was changed), StoppedOnFinding, StorageError; summary.json then has status `failed`.
     """
     with ExitStack() as process_group:
-        with Phases(_emit_to(observers), launcher_number("RANK"))("launch"):
+        with Phases(_emit_to(observers), launcher_number("RANK"))("launch"), _reading_causes():
             ranks = process_group.enter_context(
                 init_distributed(device_type(loaded), alone_too=loaded.run.offload is not None)
             )
@@ -140,7 +143,7 @@ def _share_result(run: _Run, result: RunResult) -> RunResult:
 
 @contextmanager
 def _recording_failure(run: _Run, record: RunRecord, memory: MemoryWatch) -> Iterator[None]:
-    """Record an error of the block as the end of the run; out of memory becomes StoppedOnFinding."""
+    """Record an error of the block as the end of the run; out of memory and known errors become StoppedOnFinding."""
 
     def fail(status: Status, error: str) -> None:
         """Record how the run ended; if a full disk refuses that, the original error is still raised."""
@@ -160,12 +163,33 @@ def _recording_failure(run: _Run, record: RunRecord, memory: MemoryWatch) -> Ite
         raise
     except Exception as error:
         if is_out_of_memory(error):
-            finding = memory.finding(error, DeviceNow.read())
+            finding: Finding | None = memory.finding(error, DeviceNow.read())
+        else:
+            finding = _read_cause(error)
+        if finding is not None:
             run.emit(FindingMade(finding))
             fail("failed", finding.as_text())
             raise StoppedOnFinding(finding) from error
         fail("failed", str(error) if isinstance(error, SurefootError) else f"{type(error).__name__}: {error}")
         raise
+
+
+def _read_cause(error: Exception) -> Finding | None:
+    """Return the finding for an error of a library that names its cause; None for any other error."""
+    return None if isinstance(error, SurefootError) else find_library_error(str(error))
+
+
+@contextmanager
+def _reading_causes() -> Iterator[None]:
+    """Show an error of a library that names its cause as a finding, before there is a run that could record it."""
+    try:
+        yield
+    except Exception as error:
+        finding = _read_cause(error)
+        if finding is None:
+            raise
+        say(finding.as_text())
+        raise StoppedOnFinding(finding) from error
 
 
 def _agree_on_config(loaded: LoadedConfig, ranks: World) -> None:

@@ -11,6 +11,8 @@ from surefoot.system.nvml import BETWEEN, is_at, visible
 GIB = 1 << 30
 LEAST_POWER_SHARE = 0.9
 """Least share of the card's default power limit: a lower limit was set on purpose, or because of poor cooling."""
+SLOW_QUERY_S = 4.0
+"""Longest answer of a driver that runs already: one that must start takes seconds for each GPU."""
 NEAR_SLOWDOWN_C = 5
 MUCH_MEMORY = 0.05
 """Share of a card's memory in use before the run starts above which it is reported."""
@@ -21,6 +23,22 @@ NOT_JOINED = re.compile("NVL|PCIe|PCIE")
 """Pattern in the names of cards that NVLink joins in pairs at most."""
 BROKEN_PEERS = ("chipset", "I/O hub", "disabled")
 """Reasons why GPUs that support peer-to-peer cannot use it. Other reasons mean that they never support it."""
+
+
+def check_driver(context: CheckContext) -> Result:
+    """Check that the driver answers, and soon: each process that uses GPUs asks it at its start."""
+    machine = context.machine
+    if not machine.gpus:
+        raise NotApplicable("no GPU here")
+    silent = machine.unknown.get("cards", "")
+    if "no answer" in silent:
+        return fail("SF746", f"the driver of the GPUs gave {silent}", error=silent)
+    if machine.gpu_query_s is None:
+        raise NotApplicable(silent or "not asked")
+    if machine.gpu_query_s > SLOW_QUERY_S:
+        cause = f"the driver took {machine.gpu_query_s:.1f} s to describe {machine.gpus} GPUs"
+        return fail("SF746", cause, query_s=round(machine.gpu_query_s, 1))
+    return ok(f"answered in {machine.gpu_query_s:.1f} s")
 
 
 def check_errors(context: CheckContext) -> Result:

@@ -38,6 +38,7 @@ CHECKS: Mapping[str, Callable[[CheckContext], Result]] = {
     "versions": versions.check_versions,
     "NCCL that is loaded": versions.check_loaded_nccl,
     "environment variables": env_vars.check_variables,
+    "GPU driver": gpus.check_driver,
     "GPU errors": gpus.check_errors,
     "GPU clocks": gpus.check_clocks,
     "NVLink": gpus.check_nvlink,
@@ -48,6 +49,7 @@ CHECKS: Mapping[str, Callable[[CheckContext], Result]] = {
     "locked memory": system.check_locked_memory,
     "open files": system.check_open_files,
     "processes and threads": system.check_processes,
+    "address space": system.check_address_space,
     "processors": system.check_processors,
     "swap": system.check_swap,
     "IOMMU": system.check_iommu,
@@ -70,7 +72,7 @@ WITHIN_S = 10.0
 SIGNS = {"ok": "ok     ", "warning": "WARNING", "failed": "FAILED ", "not applicable": "-      "}
 VOLATILE = (
     "free_bytes free_inodes write_s available limit_left swap_used OMP_NUM_THREADS temperature_c memory_used_bytes "
-    "processes slowed_by pcie_generation"
+    "processes slowed_by pcie_generation gpu_query_s"
 ).split()
 """Snapshot fields that vary by the minute or that a run sets for its ranks, so they are no change of the machine."""
 RUN_FIELDS = ("output", "rendezvous", "unknown")

@@ -8,6 +8,8 @@ WANTED_SHARED_BYTES = 512 * MIB
 """Least free shared memory: Docker's default of 64 MiB is too little for NCCL between GPUs of one machine."""
 LEAST_LOCKED_BYTES = 1 * GIB
 LEAST_FILES = 1024
+LEAST_ADDRESSES_BYTES = 8 * GIB
+"""Addresses that a rank on the CPU needs beside its model: torch and transformers map 2.3 GiB before a step."""
 THREADS_OF_A_RANK = 256
 """Estimated threads of a rank: autograd, OpenMP, gloo or NCCL, saving, monitoring, and data workers."""
 LEAST_INODES = 1000
@@ -59,6 +61,20 @@ def check_processes(context: CheckContext) -> Result:
     if 0 <= limit < THREADS_OF_A_RANK * context.local_ranks:
         return fail("SF729", f"this user may have {limit} threads, for {context.local_ranks} ranks", nproc=limit)
     return ok(f"{limit if limit >= 0 else 'no limit'}")
+
+
+def check_address_space(context: CheckContext) -> Result:
+    limit = context.machine.limits.get("as", -1)
+    if limit < 0:
+        return ok("no limit")
+    needed, why = LEAST_ADDRESSES_BYTES, "Python, libraries and threads alone map several"
+    if context.is_on_gpus:
+        needed = context.machine.memory_bytes.get("total", LEAST_ADDRESSES_BYTES)
+        why = "CUDA reserves addresses for all memory of the machine and its GPUs"
+    if limit < needed:
+        cause = f"this process may have {limit / GIB:.1f} GiB of addresses (ulimit -v), and {why}"
+        return fail("SF745", cause, address_space_bytes=limit, needed_bytes=needed)
+    return ok(f"{limit / GIB:.1f} GiB")
 
 
 def check_processors(context: CheckContext) -> Result:

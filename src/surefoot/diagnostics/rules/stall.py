@@ -11,6 +11,7 @@ from surefoot.diagnostics.monitor.evidence import RankEvidence, StallEvidence
 from surefoot.diagnostics.monitor.flight_recorder import TRAVELLING, Collective
 from surefoot.diagnostics.rules.stall_case import StallCase, describe_line, describe_place, list_ranks, name_ranks
 from surefoot.findings import Finding
+from surefoot.findings.stalls import ON_ONE_MACHINE
 
 IDLE_SHARE = 0.05
 """Share of a core below which a process waits."""
@@ -24,6 +25,10 @@ WORKERS = {
 """State of a worker process, by psutil's name -> why it sends no data."""
 IN_A_STEP = ("data_wait", "collectives", "forward", "forward_backward", "backward", "optimizer")
 """Phases of a step in order; a rank also communicates at the end of the backward."""
+DEVICE_QUERIES = ("torch/cuda/__init__.py", "torch/cuda/memory.py", "pynvml.py", "surefoot/system/nvml.py")
+"""Files whose functions ask the driver of a GPU."""
+QUERY_FRAMES = 3
+"""Innermost frames in which such a function is looked for."""
 LOCKS = ("threading.py", "queue.py", "multiprocessing/connection.py", "multiprocessing/synchronize.py", "selectors.py")
 """Files whose innermost frame shows that a thread waits for another thread or process."""
 
@@ -106,6 +111,8 @@ def _are_all_to_alls(calls: Iterable[str]) -> bool:
 def _find_partial_completion(case: StallCase) -> Finding | None:
     """Return a finding if a rank is still in a collective that another rank has finished: the data do not arrive.
 
+    All ranks are on this machine: those of other machines give no evidence.
+
     If the other rank called something else under that number, the call is wrong. If a third rank may not have entered
     the collective yet, the rank waits for that one: in a broadcast the sender
     may return before the receivers arrive.
@@ -133,6 +140,7 @@ def _find_partial_completion(case: StallCase) -> Finding | None:
                     "SF108",
                     f"rank {rank.rank} is still in {case.describe_call(call)}, which {list_ranks(finished)} "
                     f"{'have' if len(finished) > 1 else 'has'} finished: the data that were sent do not arrive",
+                    ON_ONE_MACHINE,
                     confidence=0.7,
                 )
     return None
@@ -241,6 +249,22 @@ def _find_data_wait(case: StallCase) -> Finding | None:
     )
 
 
+def _find_device_query(case: StallCase) -> Finding | None:
+    """Return a finding if the rank that holds up the run waits for the driver of its device."""
+    rank = _pick_absent_rank(case)
+    frames = python_stacks.main_thread(rank.stacks)[:QUERY_FRAMES] if rank is not None else []
+    query = next((frame for frame in frames if frame.file.endswith(DEVICE_QUERIES)), None)
+    if rank is None or query is None or query.function == "synchronize":  # which waits for kernels
+        return None
+    return case.finding(
+        "SF114",
+        f"rank {rank.rank} waits for the driver of its GPU, inside {query.function} {describe_line(rank)}"
+        f"{_describe_missed(case)}",
+        confidence=0.9,
+        **_make_rank_evidence(rank),
+    )
+
+
 def _find_own_lock(case: StallCase) -> Finding | None:
     """Return a finding if the rank that holds up the run waits for a lock or a thread of its own process."""
     rank = _pick_absent_rank(case)
@@ -279,7 +303,7 @@ def _make_rank_evidence(rank: RankEvidence) -> dict[str, Any]:
 
 
 def _find_hung_collective(case: StallCase) -> Finding | None:
-    """Return a finding if all ranks are in the same collective and it does not end."""
+    """Return a finding if all ranks are in the same collective and it does not end. All are on this machine."""
     calls = [set(case.waiting(rank)) for rank in case.ranks]
     if not calls or not all(calls) or len(case.ranks) < case.evidence.num_ranks:
         return None
@@ -291,8 +315,8 @@ def _find_hung_collective(case: StallCase) -> Finding | None:
     if unequal is not None:
         return unequal
     subject = "all ranks are in" if shared else "all ranks are in the collectives of the groups they share, some in"
-    cause = f"{subject} {case.describe_call(call)}, and it does not end: the network between them does not carry it"
-    return case.finding("SF108", cause, confidence=0.8)
+    cause = f"{subject} {case.describe_call(call)}, and it does not end: the connection between them does not carry it"
+    return case.finding("SF108", cause, ON_ONE_MACHINE, confidence=0.8)
 
 
 def _find_unequal_exchange(case: StallCase, call: Collective) -> Finding | None:
@@ -358,6 +382,7 @@ RULES: Sequence[Callable[[StallCase], Finding | None]] = (
     _find_held_gil,  # SF109
     _find_early_end,  # SF106
     _find_data_wait,  # SF107
+    _find_device_query,  # SF114
     _find_own_lock,  # SF109
     _find_rank_behind,  # SF106
     _find_hung_collective,  # SF108, SF104

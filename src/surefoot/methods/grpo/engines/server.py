@@ -15,9 +15,12 @@ from urllib.parse import urlsplit
 
 from surefoot.errors import ConfigError, StoppedOnFinding
 from surefoot.findings import Finding
+from surefoot.findings.library_errors import find_library_error
 from surefoot.system.process import describe_end, end_with_parent
 
 LOG_TAIL_BYTES = 3000
+LOG_READ_BYTES = 1 << 20
+"""Bytes of the end of a server's log in which errors are looked for."""
 POLL_S = 0.5
 NOTICE_EVERY_S = 15.0
 """Seconds between two notices that the server is not ready yet."""
@@ -140,15 +143,25 @@ class Server:
         if self._process is not None:
             evidence["server"] = f"process {self._process.pid} {self._describe_process()}"
         if self._log is not None and self._log.is_file():
-            with open(self._log, "rb") as file:
-                file.seek(max(0, self._log.stat().st_size - LOG_TAIL_BYTES))
-                evidence["log"] = str(self._log)
-                evidence["end_of_log"] = file.read().decode("utf-8", "replace")
+            evidence |= {"log": str(self._log), "end_of_log": self._read_log(LOG_TAIL_BYTES)}
         return evidence
 
     def stopped(self, code: str, cause: str, **evidence: Any) -> StoppedOnFinding:
-        """Return the error that ends the run with a finding about the server."""
-        return StoppedOnFinding(Finding(code, cause, {**evidence, **self.evidence()}))
+        """Return the error that ends the run with a finding about the server, and the cause that its log names."""
+        fix = ""
+        named = find_library_error(self._read_log(LOG_READ_BYTES))
+        if named is not None:
+            cause, fix = f"{cause}. Its log: {named.cause}", named.fix
+            evidence = {**evidence, **named.evidence}
+        return StoppedOnFinding(Finding(code, cause, {**evidence, **self.evidence()}, fix))
+
+    def _read_log(self, size: int) -> str:
+        """Return the last bytes of the server's log as text; empty if there is none."""
+        if self._log is None or not self._log.is_file():
+            return ""
+        with open(self._log, "rb") as file:
+            file.seek(max(0, self._log.stat().st_size - size))
+            return file.read().decode("utf-8", "replace")
 
     def end(self) -> None:
         """End a server of this run; any other server is left running."""
