@@ -32,7 +32,7 @@ def times(
     takes_s: TakesS,
     *,
     steps: int = 60,
-    garbage_s: float = 0.0,
+    garbage_s: Callable[[int], float] = lambda _: 0.0,
     tokens: Callable[[int], float] = lambda _: 100.0,
     padding: float = 0.0,
     in_line_s: Callable[[int], float] = lambda _: 0.0,
@@ -47,7 +47,7 @@ def times(
             now += takes_s(step, phase)
             found.add("phase ended", phase, step, now, {})
         found.add("learning rate", "", step, now, {"learning_rate": 1.0, "in_line_s": in_line_s(step)})
-        found.add("step", "", step, now, {"step_time_s": now - began, "garbage_s": garbage_s})
+        found.add("step", "", step, now, {"step_time_s": now - began, "garbage_s": garbage_s(step)})
     return found
 
 
@@ -92,9 +92,25 @@ def test_communication_is_the_cause_where_all_ranks_spend_their_time_there() -> 
     assert codes(waiting) == [], "one rank talks to no one"
 
 
+def test_short_pauses_at_different_steps_add_up() -> None:
+    """Each of four ranks pauses in every fourth step: the others wait for it, so that every step is longer."""
+    apart = [times(takes(), garbage_s=lambda step, rank=rank: 0.2 * (step % 4 == rank)) for rank in range(4)]  # type: ignore[misc]
+    (finding,) = find_slow(dict(enumerate(apart)))
+    assert finding.code == "SF305"
+    assert "20%" in finding.cause
+    assert codes(*([apart[0]] * 4)) == [], "together they cost a twentieth"
+    late = [
+        times(lambda step, phase, rank=rank: SOUND[phase] + 0.8 * (phase == "data_wait" and step % 4 == rank))  # type: ignore[misc]
+        for rank in range(4)
+    ]
+    (finding,) = find_slow(dict(enumerate(late)))
+    assert (finding.code, "rank" in finding.evidence) == ("SF302", False)
+    assert codes(*([late[0]] * 4)) == []
+
+
 def test_garbage_collection_and_throttling_are_named() -> None:
-    assert codes(times(takes(), garbage_s=0.2)) == ["SF305"]
-    assert codes(times(takes(), garbage_s=0.02)) == []
+    assert codes(times(takes(), garbage_s=lambda _: 0.2)) == ["SF305"]
+    assert codes(times(takes(), garbage_s=lambda _: 0.02)) == []
     assert codes(times(takes(data_wait=0.5)), throttled=0.9) == ["SF306"], "the rest is its consequence"
 
 
@@ -265,7 +281,7 @@ def test_the_share_of_phases_in_the_newest_steps() -> None:
 
 def test_a_cause_of_its_own_is_seen_before_there_are_steps_enough_for_a_finding() -> None:
     assert not has_own_cause(times(takes(), steps=10))
-    assert has_own_cause(times(takes(), steps=10, garbage_s=0.3))
+    assert has_own_cause(times(takes(), steps=10, garbage_s=lambda _: 0.3))
     assert has_own_cause(times(takes(data_wait=0.5), steps=10))
     assert not has_own_cause(RankTimes())
 

@@ -5,7 +5,7 @@ runs of a few seconds have no findings.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from surefoot.diagnostics.rules.step_times import WINDOW_STEPS, RankTimes, Window
@@ -114,11 +114,13 @@ def _select_windows(ranks: Mapping[int, RankTimes]) -> dict[int, Window] | None:
 
 def _find_data_waits(windows: Mapping[int, Window]) -> Finding | None:
     rank = max(windows, key=lambda number: windows[number].share("data_wait"))
-    share = windows[rank].share("data_wait")
-    if share < DATA_SHARE or not windows[rank].has_regular_share("data_wait", DATA_SHARE):
+    window, cause, evidence = windows[rank], f"rank {rank} waits for its data", {"rank": rank}
+    if window.share("data_wait") < DATA_SHARE:
+        window, cause, evidence = _take_slowest(windows), "ranks wait for their data in turn", {}
+    share = window.share("data_wait") if window.steps else 0.0
+    if share < DATA_SHARE or not window.has_regular_share("data_wait", DATA_SHARE):
         return None
-    cause = f"rank {rank} waits for its data in {share:.0%} of the time"
-    return Finding("SF302", cause, windows[rank].as_evidence(rank=rank))
+    return Finding("SF302", f"{cause} in {share:.0%} of the time", window.as_evidence(**evidence))
 
 
 def _find_communication(windows: Mapping[int, Window]) -> Finding | None:
@@ -139,7 +141,34 @@ def _find_garbage_collection(windows: Mapping[int, Window]) -> Finding | None:
         if share >= GARBAGE_SHARE:
             cause = f"Python's garbage collector takes {share:.0%} of the time of rank {rank}"
             return Finding("SF305", cause, window.as_evidence(rank=rank, garbage_s=round(window.garbage_s, 2)))
-    return None
+    slowest = _take_slowest(windows)
+    share = slowest.garbage_s / slowest.took_s if slowest.steps else 0.0
+    if share < GARBAGE_SHARE:
+        return None
+    cause = f"Python's garbage collector stops ranks at different steps, and the others wait: {share:.0%} of the time"
+    by_rank = ", ".join(f"rank {rank}: {window.garbage_s:.2f}" for rank, window in windows.items())
+    return Finding("SF305", cause, slowest.as_evidence(garbage_s_by_rank=by_rank))
+
+
+def _take_slowest(windows: Mapping[int, Window]) -> Window:
+    """Return the steps that all windows have, each with the longest time that a rank spent in each phase.
+
+    Ranks wait for each other in each step, so short pauses of ranks add up if they are at different steps.
+    """
+    by_rank = [{step.step: step for step in window.steps} for window in windows.values()]
+    slowest = []
+    for number in sorted(set.intersection(*map(set, by_rank))):
+        steps = [steps[number] for steps in by_rank]
+        phases = {phase for step in steps for phase in step.by_phase}
+        slowest.append(
+            replace(
+                steps[0],
+                took_s=max(step.took_s for step in steps),
+                by_phase={phase: max(step.by_phase.get(phase, 0.0) for step in steps) for phase in phases},
+                garbage_s=max(step.garbage_s for step in steps),
+            )
+        )
+    return Window(slowest)
 
 
 def _find_padding(windows: Mapping[int, Window]) -> Finding | None:
