@@ -11,6 +11,7 @@ import pytest
 from surefoot.diagnostics.monitor.event_log import Entry
 from surefoot.diagnostics.monitor.flight_recorder import MEANINGS, FlightRecord
 from surefoot.diagnostics.monitor.rank_trends import find_in_history
+from surefoot.diagnostics.rules.data_waits import DataWaits
 from surefoot.diagnostics.rules.speed import (
     find_idle_ranks,
     find_slow,
@@ -90,6 +91,35 @@ def test_communication_is_the_cause_where_all_ranks_spend_their_time_there() -> 
     assert codes(waiting, waiting) == ["SF304"]
     assert codes(waiting, times(takes(forward=2.0))) == [], "one of them comes late"
     assert codes(waiting) == [], "one rank talks to no one"
+
+
+@pytest.mark.parametrize(
+    ("state", "children", "blocked", "reason", "fixes"),
+    [
+        ("sleeping", ("running", "sleeping"), False, "workers 8", ("dataset_num_proc", "dataloader_num_workers")),
+        ("running", ("sleeping",), False, "own process 8", ("max_pixels", "dataloader_num_workers")),
+        ("sleeping", ("disk-sleep",), False, "storage 8", ("local disk", "dataloader_prefetch_factor")),
+        ("sleeping", (), True, "storage 8", ("local disk", "local disk")),
+        ("sleeping", (), False, "nothing 8", ("storage", "storage")),
+    ],
+)
+def test_why_data_are_late(
+    state: str, children: tuple[str, ...], blocked: bool, reason: str, fixes: tuple[str, str]
+) -> None:
+    """The remedy is one that the trainer has which is watched: Surefoot, or one with transformers' arguments."""
+    waits, late = DataWaits(), find_slow({0: times(takes(data_wait=0.5))})[0]
+    for _ in range(4):
+        waits.add(state, children, waits_for_disk=blocked)
+    assert waits.explain(late, is_own_run=True) == late, "too few samples"
+    for _ in range(4):
+        waits.add(state, children, waits_for_disk=blocked)
+    for is_own_run, fix in zip((True, False), fixes, strict=True):
+        explained = waits.explain(late, is_own_run=is_own_run)
+        assert explained.evidence["while_waiting"] == reason
+        assert fix in explained.fix
+    for _ in range(8):
+        waits.add("zombie" if state == "running" else "running", (), waits_for_disk=False)
+    assert waits.explain(late, is_own_run=True) == late, "no clear reason"
 
 
 def test_short_pauses_at_different_steps_add_up() -> None:

@@ -11,8 +11,9 @@ PAGES = {
     ),
     "SF302": Page(
         "steps wait for their data",
-        "In nearly every step a rank spends a quarter of the time or more in the phase `data_wait`.",
-        "Look at the storage of the data and of the cache; raise dataset_num_proc while the data are being prepared.",
+        "In nearly every step a rank, or one rank or another, spends a quarter of the time or more in the phase "
+        "`data_wait`. Samples of the rank's process and its workers in that phase tell why.",
+        "Look at the storage of the data, and at what the rank and its workers do while it waits.",
         ("oumi-ai/oumi#646",),
     ),
     "SF303": Page(
@@ -31,8 +32,8 @@ PAGES = {
     ),
     "SF305": Page(
         "Python's garbage collector takes much of the time",
-        "Its collections take a tenth of the time of the newest steps or more: each step creates many Python objects, "
-        "or millions are kept alive.",
+        "Its collections take a tenth of the time of the newest steps or more, on one rank or on several in turn: each "
+        "step creates many Python objects, or millions are kept alive.",
         "Call gc.freeze() after creating what is kept, or raise gc.set_threshold(). Look for what creates many "
         "objects.",
         ("pytorch/torchtitan#148",),

@@ -113,7 +113,10 @@ class SlowSteps:
         self._core_waits.add(now_s, waits_s)
         run = self._run
         times = {number: rank.times for number, rank in run.ranks.items() if not rank.has_ended}
-        slow = speed.find_slow(times, self._measure_throttled_share(now_s), num_ranks=run.num_ranks)
+        slow = [
+            self._explain_data_wait(finding) if finding.code == "SF302" else finding
+            for finding in speed.find_slow(times, self._measure_throttled_share(now_s), num_ranks=run.num_ranks)
+        ]
         if any(finding.code in CAUSES_OF_WAITING for finding in slow) or not len(times) == run.num_ranks > 1:
             return slow
         idle = self._find_idle_ranks()
@@ -131,6 +134,11 @@ class SlowSteps:
         # The steps became slow because of it.
         self._reported.add([finding for finding in slow if finding.code == "SF301"])
         return [*(finding for finding in slow if finding.code != "SF301"), straggler]
+
+    def _explain_data_wait(self, finding: Finding) -> Finding:
+        """Return the finding that data are late with what the rank that it names does meanwhile."""
+        rank = self._run.ranks.get(finding.evidence.get("rank", 0))
+        return rank.data_waits.explain(finding, is_own_run=self._run.is_own) if rank is not None else finding
 
     def _find_straggler(self, idle: Finding | None) -> Finding | None:
         """Return a finding on the rank that the others wait for, if it is always the same rank, else `idle`."""

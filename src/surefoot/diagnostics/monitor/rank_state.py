@@ -11,6 +11,7 @@ from surefoot.diagnostics.monitor.event_log import decode_record
 from surefoot.diagnostics.monitor.processes import EXITED, GONE, ProcessSample, growth, uses_gpus
 from surefoot.diagnostics.monitor.rank_trends import RankTrends
 from surefoot.diagnostics.monitor.ring_buffer import RingReader
+from surefoot.diagnostics.rules.data_waits import DataWaits
 from surefoot.diagnostics.rules.leak_trend import MOST_STEPS
 from surefoot.diagnostics.rules.limits import LimitTrend
 
@@ -71,6 +72,7 @@ class RankState(RankTrends):
         self.threads = LimitTrend(ring.rank, "threads")
         self.children: deque[tuple[int, float]] = deque(maxlen=MOST_STEPS)
         """(step, bytes of the processes that it started)."""
+        self.data_waits = DataWaits()
         self.sample: ProcessSample = GONE
         self.samples = SampleWindow[ProcessSample](WINDOW_S)
         """Samples of its process, while it is silent."""
@@ -117,6 +119,8 @@ class RankState(RankTrends):
     def add_sample(self, now_s: float, sample: ProcessSample, *, is_silent: bool) -> None:
         """Add a sample of its process. The window holds samples of one silence, because only they are comparable."""
         self.sample = sample
+        if self.phase == "data_wait":
+            self.data_waits.add(sample.state, sample.children, waits_for_disk=sample.waits_for_disk)
         self._cpu_s.add(now_s, sample.cpu_s.get(self.process, 0.0))
         if is_silent:
             self.samples.add(now_s, sample)
@@ -195,6 +199,11 @@ class WatchedRun:
     @property
     def processes(self) -> list[int]:
         return [rank.process for rank in self.ranks.values()]
+
+    @property
+    def is_own(self) -> bool:
+        """Whether Surefoot trains it, and no other trainer that is watched."""
+        return (self.folder / "run.yaml").is_file()
 
     def uses_gpus(self) -> bool:
         """Return whether a rank uses a GPU."""

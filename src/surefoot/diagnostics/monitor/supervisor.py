@@ -155,7 +155,7 @@ class Supervisor:
         is_silent = now_s - self._last_event_s > LEAST_S / 2
         for rank in self._ranks.values():
             rank.last_s = min(rank.last_s, now_s)  # the clock was set back
-            sample = self._processes.sample(rank.process, with_children=is_silent)
+            sample = self._processes.sample(rank.process, with_children=is_silent or rank.phase == "data_wait")
             rank.add_sample(now_s, sample, is_silent=is_silent)
         findings = self._detectors.find(now_s)
         self.recovered_after_s = None
