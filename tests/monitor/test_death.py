@@ -1,12 +1,16 @@
 """What is said of a rank that died, from what it had recorded."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
 from surefoot.diagnostics.monitor.event_log import Entry
+from surefoot.diagnostics.monitor.gpus import GpuSample, GpuSnapshot
+from surefoot.diagnostics.rules.accelerators import find_last_errors
 from surefoot.diagnostics.rules.rank_death import find_death
 from surefoot.findings import Finding
+from surefoot.system.kernel_log import GpuError
 
 KILLED = "was killed by signal 9 (SIGKILL)"
 
@@ -111,3 +115,33 @@ def test_the_number_of_a_rank_is_not_shown_as_a_count() -> None:
     assert finding.as_dict()["evidence"] == {"ranks_gone": "0"}
     (line,) = [line for line in finding.as_text().splitlines() if line.endswith(": 0")]
     assert "rank number" in line
+
+
+def test_errors_of_a_gpu_at_the_death_are_its_cause() -> None:
+    """The driver's error and lost data come before a plain death, and after memory; the end itself is no error."""
+    fallen = GpuError("0000:3b:00", 79, "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.")
+    removed = GpuError("0000:3b:00", 45, "NVRM: Xid (PCI:0000:3b:00): 45, pid=70", 70)
+    sample = GpuSample(2, 0.5, 300.0, 700.0, 1500, 1, 40, lost_data=1)
+    first, last = GpuSnapshot(1.0, (sample,)), GpuSnapshot(9.0, (replace(sample, lost_data=4),))
+    history = [entry("phase began", "forward", 6)]
+
+    def explain(errors: list[GpuError], for_memory: bool = False) -> Finding:
+        found = find_last_errors(errors, {70}, first, last)
+        return find_death(1, KILLED, for_memory=for_memory, history=history, of_gpus=found)
+
+    finding = explain([fallen])
+    assert (finding.code, finding.evidence["xid"], finding.evidence["rank"]) == ("SF112", 79, 1)
+    assert re.search("step 6, and .*Xid 79", finding.cause)
+    finding = explain([removed])
+    assert (finding.code, finding.evidence["device"]) == ("SF722", 2)
+    assert "3 times" in finding.cause
+    assert explain([fallen], for_memory=True).code == "SF201"
+    assert find_last_errors([removed], {70}, first, first) == []
+    assert find_last_errors([], {70}, None, None) == []
+
+
+def test_messages_of_the_kernel_are_evidence() -> None:
+    messages = [f"mce: [Hardware Error]: {number}" for number in range(5)]
+    finding = find_death(1, KILLED, for_memory=False, history=[], kernel_says=messages)
+    assert finding.evidence["kernel_says"] == "; ".join(messages[-3:])
+    assert "kernel_says" not in find_death(1, KILLED, for_memory=False, history=[]).evidence

@@ -8,7 +8,7 @@ import pytest
 
 from surefoot.diagnostics.rules.accelerators import XIDS, find_gpu_errors
 from surefoot.findings import CATALOGUE
-from surefoot.system.kernel_log import LOG, KernelLog, gpu_errors, killed_for_memory
+from surefoot.system.kernel_log import LOG, KernelLog, gpu_errors, killed_for_memory, recent_messages, troubles
 
 FALLEN = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
 FAULT = "NVRM: Xid (PCI:0000:86:00): 31, pid=4711, name=python, Ch 00000008, intr 00000000. MMU Fault"
@@ -54,12 +54,26 @@ def test_errors_that_other_programs_cause_are_not_ours() -> None:
 
 
 def test_processes_that_were_killed_for_memory(tmp_path: Path) -> None:
-    assert killed_for_memory(written(tmp_path / "kmsg", FAULT, KILLED, KILLED_IN_CGROUP)) == {4711}
+    assert killed_for_memory(recent_messages(written(tmp_path / "kmsg", FAULT, KILLED, KILLED_IN_CGROUP))) == {4711}
     old = tmp_path / "old"
     old.write_text(f"4,1,{time.monotonic_ns() // 1000 - 10**9},-;{KILLED}\n")
-    assert killed_for_memory(old) == frozenset(), "a thousand seconds ago it was another process"
-    assert killed_for_memory(tmp_path / "none") == frozenset()
+    assert recent_messages(old) == [], "a thousand seconds ago it was another process"
+    assert recent_messages(tmp_path / "none") == []
     assert "No such file" in KernelLog(tmp_path / "none").why_not
+
+
+def test_troubles_of_the_machine_and_of_the_run() -> None:
+    crash = "python3[4711]: segfault at 8 ip 00007f in libcuda.so.580[7f00+1000] likely on CPU 3"
+    trap = "traps: python3[4711] general protection fault ip:7f sp:7f error:0 in libtorch_cpu.so"
+    other = crash.replace("4711", "4712")
+    machine = [
+        "mce: [Hardware Error]: Machine check events logged",
+        "blk_update_request: I/O error, dev nvme0n1, sector 12",
+        "nfs: server storage1 not responding, still trying",
+        "EDAC MC0: 1 UE memory read error on CPU_SrcID#0",
+    ]
+    ordinary = ["EDAC MC0: Giving out device", "nfs: server storage1 OK", "usb 1-1: new device", FAULT]
+    assert troubles([crash, trap, other, *machine, *ordinary], {4711}) == [crash, trap, *machine]
 
 
 @pytest.mark.skipif(not os.access(LOG, os.R_OK), reason="the kernel's log may not be read here")

@@ -6,6 +6,7 @@ Root can read /dev/kmsg, and other users can if kernel.dmesg_restrict is 0; othe
 import os
 import re
 import time
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,10 @@ OF_PROGRAMS = frozenset({13, 31, 43, 45})
 """Xids that a program usually causes, by NVIDIA's list (docs.nvidia.com/deploy/xid-errors), read 2026-11."""
 PROCESS = re.compile(r"pid=(\d+)")
 KILLED = re.compile(r"^Out of memory: Killed process (?P<process>\d+) ")
+TROUBLE = re.compile(r"Hardware Error|[Mm]achine check|EDAC .*\bUE\b|I/O error|server \S+ not responding")
+"""Messages about a processor, memory, disk or network file system that fails."""
+FAULT = re.compile(r"^(?:traps: )?[^\[]+\[(?P<process>\d+)\]:? (?:segfault at|general protection|trap )")
+"""Message about a process that native code made crash."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +96,23 @@ def gpu_errors(lines: list[str]) -> list[GpuError]:
     ]
 
 
-def killed_for_memory(path: Path = LOG, newest_s: float = JUST_S) -> frozenset[int]:
-    """Return the processes that the kernel killed within `newest_s` because the whole machine ran out of memory."""
+def recent_messages(path: Path = LOG, newest_s: float = JUST_S) -> list[str]:
+    """Return the messages of the last `newest_s`; none if the log cannot be read."""
     log = KernelLog(path, from_the_start=True)
-    matches = (KILLED.search(line) for line in log.read(newest_s))
+    lines = log.read(newest_s)
     log.end()
-    return frozenset(int(match["process"]) for match in matches if match)
+    return lines
+
+
+def killed_for_memory(lines: Sequence[str]) -> frozenset[int]:
+    """Return the processes that the kernel killed because the whole machine ran out of memory."""
+    return frozenset(int(match["process"]) for match in map(KILLED.search, lines) if match)
+
+
+def troubles(lines: Sequence[str], processes: Collection[int]) -> list[str]:
+    """Return the messages about hardware or storage that fails, and about crashes of these processes."""
+    return [
+        line
+        for line in lines
+        if TROUBLE.search(line) or ((fault := FAULT.search(line)) is not None and int(fault["process"]) in processes)
+    ]

@@ -13,14 +13,16 @@ from surefoot.config.documents import parse_yaml, read_text
 from surefoot.diagnostics.monitor.event_log import Entry, History, last_start, open_phases, read_history
 from surefoot.diagnostics.monitor.evidence import read_evidence
 from surefoot.diagnostics.monitor.evidence_server import read_stacks
+from surefoot.diagnostics.monitor.gpus import read_snapshots, take_snapshot
 from surefoot.diagnostics.monitor.rank_trends import find_in_history
+from surefoot.diagnostics.rules.accelerators import find_last_errors
 from surefoot.diagnostics.rules.rank_death import find_death
 from surefoot.diagnostics.rules.stall import find_stall
 from surefoot.errors import ConfigError
 from surefoot.findings import Finding
 from surefoot.system import cgroup
 from surefoot.system.json_files import DamagedFile, read_object, read_objects
-from surefoot.system.kernel_log import killed_for_memory
+from surefoot.system.kernel_log import gpu_errors, killed_for_memory, recent_messages, troubles
 
 GONE_AFTER_S = 30.0
 """Seconds of silence after which a process that does not run counts as gone: a restart has new processes by then."""
@@ -184,6 +186,10 @@ def explain_death(
 
     `rank`: None for the launcher of the ranks. `for_memory`, `history`: see `find_death`.
     """
+    messages, processes = recent_messages(), {entry.process for entry in history}
+    began_s = min((entry.time_s for entry in history), default=inf)
+    samples = [snapshot for snapshot in read_snapshots(run_folder) if snapshot.time_s >= began_s]
+    first, last = (samples[0], take_snapshot()) if samples else (None, None)
     return find_death(
         rank,
         how,
@@ -191,7 +197,9 @@ def explain_death(
         has_limit=cgroup.memory_limit_bytes() is not None,
         history=history,
         last_stacks=read_stacks(run_folder, rank) if rank is not None else "",
-        killed=killed_for_memory(),
+        killed=killed_for_memory(messages),
+        of_gpus=find_last_errors(gpu_errors(messages), processes, first, last),
+        kernel_says=troubles(messages, processes),
     )
 
 

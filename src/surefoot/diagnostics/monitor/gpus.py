@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from surefoot.diagnostics.monitor.ring_buffer import this_machine
+from surefoot.system.deadline import Deadline
 from surefoot.system.json_files import read_objects
 from surefoot.system.nvml import address_of, is_at, list_visible, query_or_none, read_gpu
 
 EVERY_S = 2.0
 WRITE_EVERY_S = 10.0
 KEPT_S = 60.0
+QUERY_S = 3.0
 REASONS_AT = 7
 """Position of `reasons` among the values of a GPU."""
 
@@ -125,6 +127,23 @@ class GpuSampler:
                 self._written_s = now_s
                 with suppress(OSError):  # a full disk, or no folder yet: the samples in memory are still used
                     _write(self._path, snapshot)
+
+
+def take_snapshot() -> GpuSnapshot | None:
+    """Return the state of the visible GPUs now; None if NVML does not report it within `QUERY_S`."""
+
+    def read() -> GpuSnapshot:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return GpuSnapshot(
+            time.time(), tuple(_sample(pynvml, index, handle) for index, handle in list_visible(pynvml).items())
+        )
+
+    try:
+        return Deadline(read).result(QUERY_S)
+    except Exception:  # noqa: BLE001 - no driver, one that hangs, no package: nothing is known then
+        return None
 
 
 def _sample(nvml: Any, index: int, handle: Any) -> GpuSample:

@@ -43,6 +43,8 @@ XIDS = {
     120: "its system processor failed",
 }
 """Xid errors from NVIDIA's list (docs.nvidia.com/deploy/xid-errors), read 2026-11."""
+REMOVED = 45
+"""Xid that follows from the end of a program."""
 SLOWED_SHARE = 0.5
 """Share of the samples in which a GPU must be slowed down."""
 
@@ -64,10 +66,7 @@ def find_worse_gpus(first: GpuSnapshot | None, looks: Sequence[GpuSnapshot]) -> 
         before = began.get(index)
         if before is None:
             continue
-        lost = [sample.lost_data for sample in samples if sample.lost_data is not None]
-        if before.lost_data is not None and lost and lost[-1] > before.lost_data:
-            cause = f"GPU {index}'s memory lost data {lost[-1] - before.lost_data} times since the run began"
-            findings.append(Finding("SF722", cause, {"device": index}))
+        findings += _find_lost_data(before, samples)
         for code, field, name in (("SF724", "links_up", "NVLinks"), ("SF725", "pcie_lanes", "PCIe lanes")):
             at_first, counts = getattr(before, field), [getattr(sample, field) for sample in samples]
             most = max((count for count in counts if count is not None), default=None)
@@ -75,6 +74,32 @@ def find_worse_gpus(first: GpuSnapshot | None, looks: Sequence[GpuSnapshot]) -> 
                 cause = f"GPU {index} uses {most} {name}; it used {at_first} when the run began"
                 findings.append(Finding(code, cause, {"device": index}))
     return findings
+
+
+def _find_lost_data(before: GpuSample, samples: Sequence[GpuSample]) -> list[Finding]:
+    lost = [sample.lost_data for sample in samples if sample.lost_data is not None]
+    if before.lost_data is None or not lost or lost[-1] <= before.lost_data:
+        return []
+    cause = f"GPU {before.index}'s memory lost data {lost[-1] - before.lost_data} times since the run began"
+    return [Finding("SF722", cause, {"device": before.index})]
+
+
+def find_last_errors(
+    errors: Sequence[GpuError], processes: Collection[int], first: GpuSnapshot | None, last: GpuSnapshot | None
+) -> list[Finding]:
+    """Return what the GPUs report when a rank has died: the driver's errors, and data that their memory lost.
+
+    `errors`, `processes`: see `find_gpu_errors`. `first`, `last`: samples at the run's start and after the death.
+    """
+    now = {gpu.index: gpu for gpu in last.gpus} if last is not None else {}
+    lost = [
+        finding
+        for gpu in (first.gpus if first is not None else ())
+        if gpu.index in now
+        for finding in _find_lost_data(gpu, [now[gpu.index]])
+    ]
+    causes = [error for error in errors if error.number != REMOVED]
+    return [*find_gpu_errors(causes, processes), *lost]
 
 
 def find_launch_bound(looks: Sequence[GpuSnapshot], cores: float | None, computing: float | None) -> Finding | None:

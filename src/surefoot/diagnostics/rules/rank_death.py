@@ -9,6 +9,9 @@ from surefoot.diagnostics.monitor.python_stacks import where as location
 from surefoot.diagnostics.rules.memory_spike import LARGE_TIMES
 from surefoot.findings import Finding
 
+MOST_MESSAGES = 3
+"""Number of the kernel's messages that are shown."""
+
 
 def find_death(
     rank: int | None,
@@ -19,16 +22,21 @@ def find_death(
     history: Sequence[Entry],
     last_stacks: str = "",
     killed: Collection[int] = (),
+    of_gpus: Sequence[Finding] = (),
+    kernel_says: Sequence[str] = (),
 ) -> Finding:
     """Return the finding for a rank that ended as `how` says. `rank`: None for the launcher, whose end ends its ranks.
 
     `for_memory`: whether the kernel killed a process of its cgroup for memory; None if unknown. `has_limit`: whether
     that cgroup has a limit; the kernel's count includes kills because the machine had no memory left.
     `history`: recorded events of the run, oldest first. `last_stacks`: output of its crash handler.
-    `killed`: processes that the kernel killed for memory, according to its log.
+    `killed`: processes that the kernel killed for memory, according to its log. `of_gpus`: errors that GPUs report
+    since. `kernel_says`: recent messages of the kernel about hardware, storage, and crashes of the run's processes.
     """
     entries = last_start(history, 0 if rank is None else rank)
     evidence = {"end": how, **_describe_last_event(entries)}
+    if kernel_says:
+        evidence["kernel_says"] = "; ".join(kernel_says[-MOST_MESSAGES:])
     who = "the launcher of the ranks"
     if rank is not None:
         evidence, who = {"rank": rank, **evidence}, f"rank {rank}"
@@ -45,6 +53,10 @@ def find_death(
             f"{who} {how}{where}. The kernel killed it because {limit} memory{spike}",
             {**evidence, **sizes},
         )
+    if of_gpus:
+        of_gpu = of_gpus[0]
+        cause = f"{who} {how}{where}, and {of_gpu.cause}"
+        return Finding(of_gpu.code, cause, {**evidence, **of_gpu.evidence}, of_gpu.fix, confidence=0.9)
     inside = main_thread(last_stacks)[:1]
     if "SIGABRT" in how and inside and inside[0].file.endswith("distributed_c10d.py"):
         # gloo's own thread aborts the process here; if Python code aborts it, that code is innermost.
