@@ -53,3 +53,13 @@ def test_a_model_that_transformers_cannot_generate_with_is_named(name: str, toke
     model = tiny_model(name, vocab_size=len(tokenizer))
     with pytest.raises(ModelError, match=type(model).__name__):
         complete(model, tokenizer, [[5, 6, 7]], max_new_tokens=4)
+
+
+@pytest.mark.parametrize("name", ["llama4_text", "recurrent_gemma", "roformer", "phi3+longrope", "glm_moe_dsa"])
+def test_an_answer_does_not_depend_on_its_batch(name: str, tokenizer: Any) -> None:
+    """Padding would change the answers of all of these; answers come in the order of the prompts."""
+    model = tiny_model(name, vocab_size=len(tokenizer))
+    prompts = [[5, 6, 7], list(range(20, 50)), [8, 9, 10], [11, 12], list(range(30, 60))]
+    alone = [complete(model, tokenizer, [prompt], max_new_tokens=6)[0] for prompt in prompts]
+    assert complete(model, tokenizer, prompts, max_new_tokens=6) == alone
+    assert len(set(alone)) > 1

@@ -5,8 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
 from surefoot.errors import ConfigError, one_line
 from surefoot.inference.load import ModelFiles, load
+from surefoot.models.generate import batches_of_one_length
 from surefoot.training.run_summary import read_result
 
 if TYPE_CHECKING:
@@ -46,12 +50,36 @@ def evaluate(files: ModelFiles, settings: EvaluationSettings) -> Scores:
         raise ConfigError(
             f"benchmarks need lm-evaluation-harness: pip install 'surefoot[evaluate]' ({one_line(error)})."
         ) from error
+
+    class UnpaddedLM(HFLM):  # type: ignore[misc]
+        """Model of the harness that generates without padding, which changes the answers of some architectures."""
+
+        def _model_generate(
+            self, context: torch.Tensor, max_length: int, stop: list[str], **options: Any
+        ) -> torch.Tensor:
+            """Return contexts and answers, as the harness pads them: before the contexts, and behind the answers."""
+            width = context.shape[1]
+            lengths = options.pop("attention_mask", torch.ones_like(context)).sum(1).tolist()
+            answers: dict[int, torch.Tensor] = {}
+            for numbers in batches_of_one_length(lengths, len(lengths)):
+                padding = width - lengths[numbers[0]]
+                prompts = context[numbers, padding:]
+                mask = torch.ones_like(prompts)
+                output = super()._model_generate(prompts, max_length - padding, stop, attention_mask=mask, **options)
+                answers.update(zip(numbers, output[:, prompts.shape[1] :], strict=True))
+            padded = pad_sequence(
+                [answers[number] for number in range(len(lengths))],
+                batch_first=True,
+                padding_value=self.tokenizer.pad_token_id,
+            )
+            return torch.cat([context, padded], dim=1)
+
     manager = TaskManager(include_path=settings.tasks_folder)
     tasks = _find_tasks(manager, settings.tasks)
     model, tokenizer = load(files)
     try:
         results = lm_eval.simple_evaluate(
-            model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=settings.batch_size),
+            model=UnpaddedLM(pretrained=model, tokenizer=tokenizer, batch_size=settings.batch_size),
             tasks=tasks,
             num_fewshot=settings.num_fewshot,
             limit=settings.limit,

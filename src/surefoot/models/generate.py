@@ -87,12 +87,31 @@ def complete(
         pad_token_id=pad,
         eos_token_id=ends,
     )
-    answers: list[str] = []
+    answers = [""] * len(prompts)
     with generating(model), _reset_generation_config(model), torch.no_grad():
-        for begin in range(0, len(prompts), batch_size):
-            batch = prompts[begin : begin + batch_size]
-            answers += _complete_batch(model, tokenizer, batch, settings, int(pad), on_text)
+        for numbers in batches_of_one_length([len(prompt) for prompt in prompts], batch_size):
+            batch = [prompts[number] for number in numbers]
+            for number, answer in zip(
+                numbers, _complete_batch(model, tokenizer, batch, settings, on_text), strict=True
+            ):
+                answers[number] = answer
     return answers
+
+
+def batches_of_one_length(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
+    """Return batches of positions of prompts of the same length.
+
+    Padding changes the answers of models whose layers count it: recurrent ones, and those whose positions, windows or
+    choices of keys depend on the length of the row.
+    """
+    by_length: dict[int, list[int]] = {}
+    for number, length in enumerate(lengths):
+        by_length.setdefault(length, []).append(number)
+    return [
+        numbers[begin : begin + batch_size]
+        for numbers in by_length.values()
+        for begin in range(0, len(numbers), batch_size)
+    ]
 
 
 @contextmanager
@@ -117,15 +136,15 @@ def _complete_batch(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[list[int]],
     settings: GenerationConfig,
-    pad: int,
     on_text: Callable[[str], object] | None,
 ) -> list[str]:
-    width = max(map(len, prompts))
-    ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
+    """Return the answers to prompts of the same length."""
+    ids = torch.tensor(prompts, device=model.device)
     streamer = _Streamer(tokenizer, on_text) if on_text is not None else None
     try:
-        output = model.generate(input_ids=ids, attention_mask=mask, generation_config=settings, streamer=streamer)
+        output = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=streamer
+        )
     except torch.OutOfMemoryError:
         raise
     except BAD_CONFIG as error:
@@ -133,5 +152,5 @@ def _complete_batch(
             f"{class_name(model)} cannot generate in transformers: {one_line(error)}. Its "
             "weights can be used in another program."
         ) from error
-    answers: list[str] = tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)
+    answers: list[str] = tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)
     return answers
