@@ -50,6 +50,10 @@ NOT_TRAINED = {"paligemma": "its whole prompt attends in both directions, which 
 """Model types that transformers has and whose samples would be computed otherwise than by transformers."""
 FLOAT32_ONLY = {"xlstm"}
 """Model types whose code in transformers mixes float32 with other types."""
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "tekken.json", "*.model", "*.tiktoken",
+)  # fmt: skip
+"""Files of which a model's tokenizer has one at least. Without any, transformers makes up an empty tokenizer."""
 BAD_CONFIG = (
     AssertionError, AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError,
     ZeroDivisionError,
@@ -199,6 +203,11 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> PreTrained
     """
     if (folder / "config.json").is_file():  # transformers reads it here, too
         load_config(folder)
+    if not any(path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)):
+        raise ModelError(
+            f"{folder} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there. Is a download cut short? Copy "
+            "the tokenizer's files of the model's release into it."
+        )
     check_tokenizer_file(folder)
     settings = folder / "tokenizer_config.json"
     content = read_json_object(settings) if settings.is_file() else {}

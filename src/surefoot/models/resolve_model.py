@@ -130,10 +130,8 @@ def _describe_other_folder(folder: Path) -> str:
     if (folder / ADAPTER_CONFIG).is_file():
         base = read_json_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
         named = f"of {shorten(base)}. Give that" if base else "whose config names no base. Give its base"
-        return (
-            f"it is an adapter {named} as model and this folder as init_adapter, or merge them: "
-            f"`surefoot export {folder} TARGET --merge`"
-        )
+        merge = f", or merge them: `surefoot export {folder} TARGET --merge`" if base else ""
+        return f"it is an adapter {named} as model and this folder as init_adapter{merge}"
     if (folder / "run.yaml").is_file():
         kind = next((name for name in ("model", "adapter") if (folder / name).is_dir()), None)
         if kind is not None:
