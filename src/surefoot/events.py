@@ -116,6 +116,15 @@ class CompletionsMade:
 
 
 @dataclass(frozen=True)
+class SamplesTrained:
+    """Samples that the first step of SFT trains on, as the model sees them."""
+
+    step: int
+    samples: tuple[Mapping[str, Any], ...]
+    """Samples: place, tokens, and parts: the text as [part, is trained] pairs."""
+
+
+@dataclass(frozen=True)
 class Notice:
     """Event worth a line on the screen: a resume, a skipped row, an alias."""
 
@@ -314,6 +323,7 @@ Event = (
     | Evaluated
     | CheckpointSaved
     | CompletionsMade
+    | SamplesTrained
     | Notice
     | FindingMade
     | RunEnded

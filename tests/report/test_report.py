@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,14 @@ def test_the_page_is_one_small_file(run_folder: Path) -> None:
     assert owners["other"] < 0.15 * sum(owners.values()), "nearly all memory has a name"
     colors = charts["phases"]["layer"][0]["encoding"]["color"]["scale"]
     assert dict(zip(colors["domain"], colors["range"], strict=True))["optimizer"] == PALETTE[5], "in every report"
+    of_time = charts["timeline"]["layer"][0]["encoding"]["color"]["scale"]
+    both = set(of_time["domain"]) & set(colors["domain"])
+    assert both, "evaluations and saves"
+    shared = [
+        {name: color for name, color in zip(c["domain"], c["range"], strict=True) if name in both}
+        for c in (colors, of_time)
+    ]
+    assert shared[0] == shared[1], "a phase has one colour in both charts"
     assert re.findall(r"<h2>(SF\d+) [^<]*\(in an earlier start\)</h2>", text) == ["SF101"]
     for shown in ("mixtral", "sft, lora", "rows.jsonl"):
         assert f"<dd>{shown}</dd>" in text
@@ -165,6 +174,24 @@ def test_of_a_long_run_a_few_steps_and_the_beginnings_of_answers_are_shown(grpo_
     assert 10 <= len(shown) <= 13
     assert len(re.findall(r"x \.\.\. \(3000\b", text)) == 8 * len(shown)
     assert len(text) < 1.5e6
+
+
+def test_samples_of_the_first_step_are_shown_with_what_is_trained(run_folder: Path, tmp_path: Path) -> None:
+    lines = [json.loads(line) for line in (run_folder / "samples.jsonl").read_text("utf-8").splitlines()]
+    assert len(lines) == 4
+    for line in lines:
+        trained = "".join(text for text, is_trained in line["parts"] if is_trained)
+        assert trained
+        assert "user" not in trained
+        assert f"<mark>{escape(trained.strip())}" in write_report(run_folder, tmp_path / "page.html").read_text()
+    folder = shutil.copytree(run_folder, tmp_path / "run")
+    evil = {"step": 1, "place": EVIL, "tokens": 3, "parts": [[EVIL, True]]}
+    (folder / "samples.jsonl").write_text(json.dumps(evil) + '\n{"step": 1, "parts": [["x"]]}\n{"step": 1}\n')
+    text = write_report(folder).read_text()
+    assert EVIL not in text
+    assert text.count("<mark>") == 1
+    (folder / "samples.jsonl").unlink()
+    assert "<mark>" not in write_report(folder).read_text()
 
 
 @pytest.mark.slow

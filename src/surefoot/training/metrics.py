@@ -15,10 +15,11 @@ from surefoot.events import (
     Observer,
     RunEnded,
     RunStarted,
+    SamplesTrained,
 )
-from surefoot.system.atomic_io import raise_storage_error
+from surefoot.system.atomic_io import raise_storage_error, write_text
 from surefoot.system.json_files import is_count, keep_lines
-from surefoot.training.run_summary import COMPLETIONS, EVAL_COMPLETIONS, LOG, METRICS, is_evaluation
+from surefoot.training.run_summary import COMPLETIONS, EVAL_COMPLETIONS, LOG, METRICS, SAMPLES, is_evaluation
 from surefoot.training.screen import LogFile, Screen
 from surefoot.training.trackers import as_metrics, build_trackers, has_logged_metrics
 
@@ -71,6 +72,17 @@ class CompletionsFile:
                 file.writelines(json.dumps({**about, **sample}, ensure_ascii=False) + "\n" for sample in event.samples)
 
 
+class SamplesFile:
+    """Writer of one line per sample of the first step to samples.jsonl."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def observe(self, event: Event) -> None:
+        if isinstance(event, SamplesTrained):
+            write_text(self._path, "".join(json.dumps({"step": event.step, **line}) + "\n" for line in event.samples))
+
+
 def drop_lines_from(
     path: Path, first_step: int, goes_before: Callable[[Mapping[str, Any]], bool] | None = None
 ) -> None:
@@ -112,6 +124,7 @@ def build_observers(config: RunConfig, *, screen: bool) -> list[Observer]:
     observers: list[Observer] = [
         MetricsFile(run_folder / METRICS, logging_steps),
         CompletionsFile(run_folder / COMPLETIONS, run_folder / EVAL_COMPLETIONS),
+        SamplesFile(run_folder / SAMPLES),
     ]
     observers.append(LogFile(run_folder / LOG, logging_steps))
     if screen:

@@ -25,6 +25,7 @@ from surefoot.training.run_summary import (
     FINDINGS,
     LOG,
     METRICS,
+    SAMPLES,
     SUMMARY,
     drop_findings_before,
 )
@@ -32,7 +33,8 @@ from surefoot.training.run_summary import (
 ENVIRONMENT = "environment.json"
 LOCK = ".lock"
 OWN_FILES = (
-    LOCK, "run.yaml", ENVIRONMENT, METRICS, LOG, COMPLETIONS, EVAL_COMPLETIONS, SUMMARY, FINDINGS, "report.html",
+    LOCK, "run.yaml", ENVIRONMENT, METRICS, LOG, COMPLETIONS, EVAL_COMPLETIONS, SAMPLES, SUMMARY, FINDINGS,
+    "report.html",
 )  # fmt: skip
 """Files that a run writes into its folder."""
 OWN_ENTRIES = (*OWN_FILES[1:], "events", "evidence", "checkpoints", "adapter", "model", "engine", "tensorboard")

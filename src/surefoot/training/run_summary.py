@@ -23,6 +23,7 @@ METRICS = "metrics.jsonl"
 LOG = "train.log"
 SUMMARY = "summary.json"
 COMPLETIONS, EVAL_COMPLETIONS = "completions.jsonl", "eval_completions.jsonl"
+SAMPLES = "samples.jsonl"
 FINDINGS = "findings.jsonl"
 Status = Literal["completed", "interrupted", "failed"]
 

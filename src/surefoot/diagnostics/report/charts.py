@@ -9,7 +9,7 @@ HEIGHT = 220
 HELD_OUT_COLOR = "#e45756"
 PHASE_ORDER = [
     "data_wait", "collectives", "forward", "forward_backward", "backward", "optimizer", "evaluate", "save",
-    "sync", "rollout", "rollout_wait", "reward",
+    "sync", "rollout", "rollout_wait", "reward", "launch", "load", "tokenize", "export", "steps",
 ]  # fmt: skip
 OPTIONS: Spec = {"width": "container", "height": HEIGHT, "config": {"mark": {"tooltip": True}}}
 CURVES = ("reward", "length", "entropy", "importance", "kl", "loss", "eval_loss", "gradient", "rate", "speed")
@@ -22,7 +22,7 @@ ZOOM: Spec = {
 """Dragging moves, the wheel with Shift zooms, a double click shows all."""
 PALETTE = [
     "#4c78a8", "#f58518", "#54a24b", "#72b7b2", "#e45756", "#b279a2", "#ff9da6", "#9d755d", "#eeca3b", "#bab0ac",
-    "#6b4c9a", "#2f7d5b",
+    "#6b4c9a", "#2f7d5b", "#d67195", "#439894", "#a05195", "#7f6000", "#79b4e8",
 ]  # fmt: skip
 """Colours of phases and owners, in their order: the same in every report."""
 OWNER_ORDER = ["frozen parameters", "trained parameters", "gradients", "optimizer", "activations", "other", PROGRAM]
@@ -201,7 +201,7 @@ def _draw_timeline(history: RunHistory) -> list[Spec]:
         x=_number("began_min", title="minutes since the start"),
         x2={"field": "ended_min"},
         y=_name("rank"),
-        color=_name("what", title=None),
+        color=_fixed_colors("what", PHASE_ORDER, history.events),
     )
     rule = {"type": "rule", "color": "crimson", "strokeWidth": 2}
     tooltip = [_name("code"), _name("title"), _number("time_min")]

@@ -33,7 +33,7 @@ def page_of(run_folder: Path) -> Page:
         head=f"<h1>{escape(str(history.explanation.run_folder))}</h1>{_render_summary(history)}"
         f"{_render_benchmarks(history.summary)}{_render_findings(history)}",
         charts=charts(history),
-        tail=f"{_render_completions(history)}<section><details><summary>run.yaml</summary>"
+        tail=f"{_render_samples(history)}{_render_completions(history)}<section><details><summary>run.yaml</summary>"
         f"<pre>{escape(history.config)}</pre></details></section>",
     )
 
@@ -89,6 +89,22 @@ def _render_findings(history: RunHistory) -> str:
             f"<details><summary>evidence</summary><table>{rows}</table></details></section>"
         )
     return "".join(cards)
+
+
+def _render_samples(history: RunHistory) -> str:
+    """Return the samples of the first step, with what is trained marked."""
+    samples = [
+        f"<details{' open' * (number == 0)}><summary>{escape(str(row['place']))}, {row['tokens']} tokens</summary>"
+        f"<pre class='sample'>{''.join(_render_part(text, is_trained) for text, is_trained in row['parts'])}</pre>"
+        "</details>"
+        for number, row in enumerate(history.samples)
+    ]
+    return f"<section><h2>Samples of the first step; marked: trained</h2>{''.join(samples)}</section>" * bool(samples)
+
+
+def _render_part(text: str, is_trained: Any) -> str:
+    shown = escape(_truncate(text))
+    return f"<mark>{shown}</mark>" if is_trained else shown
 
 
 def _render_completions(history: RunHistory) -> str:

@@ -40,6 +40,9 @@ td { padding: .15rem .5rem .15rem 0; vertical-align: top; overflow-wrap: anywher
 th { text-align: left; font-weight: 600; padding: .15rem .5rem .15rem 0; }
 td:first-child { color: var(--soft); white-space: nowrap; }
 pre { overflow-x: auto; font-size: .8rem; }
+.sample { white-space: pre-wrap; overflow-wrap: anywhere; }
+mark { background: #bbf7d0; color: #14532d; border-radius: 2px; }
+@media (prefers-color-scheme: dark) { mark { background: #14532d; color: #bbf7d0; } }
 """
 SCRIPT = """
 let charts = JSON.parse(document.getElementById("charts").textContent);
