@@ -263,11 +263,30 @@ def test_images_are_never_cut(vision: Any, tmp_path: Path) -> None:
         opened(vision(dataset=str(path), max_length=40, max_pixels=30 * 784))
 
 
+def test_places_of_images_are_never_trained(vision: Any, tmp_path: Path, vision_folder: Make) -> None:
+    """Neither with `train_on: all` nor with a weight on the turn that has the image; the counts say the same."""
+    token = AutoModelForImageTextToText.from_pretrained(vision_folder("qwen3_vl")).config.image_token_id
+    rows = picture_rows(tmp_path / "data")
+    for row in rows[6:]:
+        row["messages"][0]["loss_weight"] = 0.5
+    path = write_jsonl(tmp_path / "data" / "weights.jsonl", rows)
+    for train_on in ("all", "assistant"):
+        data, samples, _ = opened(vision("qwen3_vl", dataset=str(path), train_on=train_on))
+        for sample in samples:
+            places = sample.ids == token
+            assert places.any() == bool(sample.images)
+            assert not sample.weights[places].any()
+            assert sample.weights[~places].any()
+        counted = sum(int(data.train.chunk_samples(number).trained.sum()) for number in range(len(data.train.chunks)))
+        assert counted == sum(int((sample.weights[1:] > 0).sum()) for sample in samples)
+
+
 def test_bad_images_stop_the_run_with_their_row(vision: Any, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "data" / "bad.jsonl", picture_rows(tmp_path / "data"))
     (tmp_path / "data" / "4.png").write_bytes(b"\x89PNG nothing")
-    with pytest.raises(DataError, match=r"bad\.jsonl:5: image .*/4\.png .*on_bad_row: skip"):
+    with pytest.raises(DataError, match=r"bad\.jsonl:5: image .*/4\.png .*on_bad_row: skip") as caught:
         train(vision(dataset=str(path)), screen=False)
+    assert "every row" not in str(caught.value), "the others can be used"
     (tmp_path / "data" / "4.png").unlink()
     with pytest.raises(DataError, match=r"bad\.jsonl:5: image 4\.png "):
         train(vision(dataset=str(path)), screen=False)

@@ -91,6 +91,7 @@ def open_dataset(
         limit_name=limit,
         limit_advice=advice,
         train_on="all" if config.row.is_prompt else config.train_on,
+        image_token=renderer.images.token_id if renderer.images is not None and not config.row.is_prompt else None,
         skip_bad_rows=config.on_bad_row == "skip",
         vocab_size=model.vocab_size,
         side="train" if config.eval_fraction and setting == "dataset" else "all",

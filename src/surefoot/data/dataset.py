@@ -254,7 +254,7 @@ class Dataset:
         shard = self.shard(chunk)
         begin = int(shard.offsets[sample])
         first, last = self.options.kept_range(int(shard.lengths[sample]))
-        weights = token_weights(shard, sample, self.options.train_on)[first:last]
+        weights = token_weights(shard, sample, self.options)[first:last]
         ids = np.array(shard.ids[begin + first : begin + last])
         place = self._locate(self.chunks[chunk], int(shard.lines[sample]))
         return Sample(ids, weights, place, shard.images(sample))
@@ -305,7 +305,8 @@ class Dataset:
     def _describe_bad_rows(self, ref: ChunkRef, problems: Sequence[tuple[int, str]]) -> str:
         line, reason = problems[0]
         advice = "Correct the row, or leave such rows out with on_bad_row: skip"
-        if self.renderer_source.no_vision_reason in reason:
+        no_vision_reason = self.renderer_source.no_vision_reason
+        if no_vision_reason and no_vision_reason in reason:
             advice = "So it is with every row with images: on_bad_row: skip would leave all of them out"
         elif len(problems) == ref.num_rows > 1:
             where = " and image_dir" if "image" in reason else ""

@@ -25,6 +25,8 @@ class SampleOptions:
     limit_advice: str = ""
     """Advice on making room for longer rows, where it is not to raise that setting."""
     train_on: TrainOn = "assistant"
+    image_token: int | None = None
+    """Token in whose places images stand. It is never trained; None for text alone, and for prompts."""
     skip_bad_rows: bool = False
     vocab_size: int | None = None
     is_lenient: bool = False
@@ -89,6 +91,9 @@ def select_samples(shard: Shard, rows: tuple[int, int], options: SampleOptions, 
     begins = lengths - cut_lengths if options.truncation == "left" else np.zeros_like(lengths)
     trained, loses_trained = _count_trained_tokens(shard, begins, begins + cut_lengths, options.train_on)
     has_images = shard.image_counts > 0  # an image's tokens are meaningless if some are cut off
+    for sample in np.flatnonzero(has_images) if options.image_token is not None else ():
+        kept = slice(begins[sample] + 1, begins[sample] + cut_lengths[sample])
+        trained[sample] = np.count_nonzero(token_weights(shard, int(sample), options)[kept])
     is_untrained = (lengths if are_prompts else trained) == 0
     is_refused = too_long & (has_images | (options.truncation in ("error", "drop")))
     used = in_range & ~(is_untrained | is_refused)
@@ -110,9 +115,10 @@ def select_samples(shard: Shard, rows: tuple[int, int], options: SampleOptions, 
     )
 
 
-def token_weights(shard: Shard, sample: int, train_on: TrainOn) -> NDArray[np.float32]:
+def token_weights(shard: Shard, sample: int, options: SampleOptions) -> NDArray[np.float32]:
     """Return the weight of each token of an uncut sample in the loss: float32 [n]."""
-    weights = np.full(int(shard.lengths[sample]), train_on == "all", np.float32)
+    length, train_on = int(shard.lengths[sample]), options.train_on
+    weights = np.full(length, train_on == "all", np.float32)
     first, end = int(shard.span_offsets[sample]), int(shard.span_offsets[sample + 1])
     for index in range(first, end):
         span = slice(shard.spans[index, 0], shard.spans[index, 1])
@@ -120,6 +126,9 @@ def token_weights(shard: Shard, sample: int, train_on: TrainOn) -> NDArray[np.fl
             weights[span] = shard.weights[index]
         elif train_on == "assistant" or index == end - 1:
             weights[span] = 1
+    if options.image_token is not None and shard.image_counts[sample]:
+        begin = int(shard.offsets[sample])
+        weights[np.asarray(shard.ids[begin : begin + length]) == options.image_token] = 0
     return weights
 
 

@@ -1,8 +1,9 @@
 """Composition root: from a config to a finished run. It reads as a list of the parts of a run."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,8 @@ from surefoot.data.build_dataset import check_sources
 from surefoot.distributed.artifact import write_artifact
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.distributed.process_group import World, gpu_of, init_distributed
-from surefoot.errors import ConfigError, ModelError, StoppedOnFinding, StorageError, SurefootError
+from surefoot.errors import ConfigError, ModelError
 from surefoot.events import Emit, Event, FindingMade, Notice, Observer, RunEnded, RunStarted
-from surefoot.findings import Finding
-from surefoot.findings.library_errors import find_library_error
 from surefoot.methods.base import Method, MethodContext, TrainContext
 from surefoot.methods.registry import method_of
 from surefoot.methods.training_data import RunData, open_data
@@ -27,19 +26,19 @@ from surefoot.models.decoder_layers import decoder_layers
 from surefoot.models.lora import lora_settings
 from surefoot.models.resolve_model import fingerprint, resolve_model
 from surefoot.system.atomic_io import write_json, write_text
-from surefoot.system.console import say
 from surefoot.system.process import StopSignal, launcher_number
 from surefoot.training.async_checkpoint import Saver
 from surefoot.training.auto_settings import choose_auto
 from surefoot.training.checkpoint import TrainState, check_resumable, load_checkpoint, read_state
 from surefoot.training.expert_load import ExpertLoadCounter, trains_routers
 from surefoot.training.expert_parallel import check_experts, choose_expert_parallel, describe_choice
+from surefoot.training.failures import reading_causes, recording_failure
 from surefoot.training.hub_upload import check_upload, upload_artifact
 from surefoot.training.loop import LoopContext, fit
 from surefoot.training.metrics import build_observers
 from surefoot.training.model_card import make_card
 from surefoot.training.model_notices import describe_model
-from surefoot.training.out_of_memory import DeviceNow, MemoryWatch, is_out_of_memory
+from surefoot.training.out_of_memory import MemoryWatch
 from surefoot.training.phases import Phases
 from surefoot.training.run_dir import ENVIRONMENT, Resume, claim_on_rank0, delete_run, set_aside_after
 from surefoot.training.run_metadata import describe_machines, environment
@@ -73,7 +72,7 @@ def train(loaded: LoadedConfig, observers: Sequence[Observer] = (), *, screen: b
     Raises: InputError (nothing was changed), StoppedOnFinding, StorageError; summary.json then has status `failed`.
     """
     with ExitStack() as process_group:
-        with Phases(_emit_to(observers), launcher_number("RANK"))("launch"), _reading_causes():
+        with Phases(_emit_to(observers), launcher_number("RANK"))("launch"), reading_causes():
             ranks = process_group.enter_context(
                 init_distributed(device_type(loaded), alone_too=loaded.run.offload is not None)
             )
@@ -105,7 +104,7 @@ def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: World, *,
             first = [record, *build_observers(config, screen=screen)]
         emit = _emit_to([*first, *observers, memory])
         run = _Run(loaded, resume, ranks, emit, Phases(emit, ranks.rank))
-        with _recording_failure(run, record, memory):
+        with recording_failure(partial(_finish, run, record), emit, memory):
             base = _check_model(run)
             run = replace(run, loaded=_choose_auto(run, base))
             opened = _open(run, base)
@@ -139,57 +138,6 @@ def _share_result(run: _Run, result: RunResult) -> RunResult:
     """Return rank 0's result on all ranks: the other ranks read the file that it wrote. Collective."""
     run.ranks.barrier()
     return result if run.ranks.is_first else read_result(run.loaded.run.run_folder) or result
-
-
-@contextmanager
-def _recording_failure(run: _Run, record: RunRecord, memory: MemoryWatch) -> Iterator[None]:
-    """Record an error of the block as the end of the run; out of memory and known errors become StoppedOnFinding."""
-
-    def fail(status: Status, error: str) -> None:
-        """Record how the run ended; if a full disk refuses that, the original error is still raised."""
-        try:
-            _finish(run, record, status, error=error)
-        except StorageError as refused:
-            run.emit(Notice(str(refused)))
-
-    try:
-        yield
-    except KeyboardInterrupt:
-        fail("interrupted", "stopped before the first step, or by a second signal")
-        raise
-    except StoppedOnFinding as error:
-        run.emit(FindingMade(error.finding))
-        fail("failed", str(error))
-        raise
-    except Exception as error:
-        if is_out_of_memory(error):
-            finding: Finding | None = memory.finding(error, DeviceNow.read())
-        else:
-            finding = _read_cause(error)
-        if finding is not None:
-            run.emit(FindingMade(finding))
-            fail("failed", finding.as_text())
-            raise StoppedOnFinding(finding) from error
-        fail("failed", str(error) if isinstance(error, SurefootError) else f"{type(error).__name__}: {error}")
-        raise
-
-
-def _read_cause(error: Exception) -> Finding | None:
-    """Return the finding for an error of a library that names its cause; None for any other error."""
-    return None if isinstance(error, SurefootError) else find_library_error(str(error))
-
-
-@contextmanager
-def _reading_causes() -> Iterator[None]:
-    """Show an error of a library that names its cause as a finding, before there is a run that could record it."""
-    try:
-        yield
-    except Exception as error:
-        finding = _read_cause(error)
-        if finding is None:
-            raise
-        say(finding.as_text())
-        raise StoppedOnFinding(finding) from error
 
 
 def _agree_on_config(loaded: LoadedConfig, ranks: World) -> None:

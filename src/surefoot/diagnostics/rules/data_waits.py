@@ -20,7 +20,7 @@ CAUSES: dict[Activity, str] = {
 OWN_FIXES: dict[Activity, str] = {
     "workers": "Raise dataset_num_proc, up to the number of cores. Later runs with the same data read the cache.",
     "own process": "Lower max_pixels, or store smaller images: they are decoded between the steps.",
-    "storage": "Copy the data and the cache (HF_HOME, output_dir) to a local disk.",
+    "storage": "Copy the data to a local disk, and set SUREFOOT_CACHE to a folder on one.",
 }
 """Remedies in a run of `surefoot train`."""
 OTHER_FIXES: dict[Activity, str] = {
