@@ -11,6 +11,8 @@ import pytest
 import surefoot
 from surefoot.errors import ConfigError
 from surefoot.events import Event, StepEnded
+from surefoot.findings import Finding
+from surefoot.training.run_summary import FindingLog, read_result
 from tests.support.data import counting_rows
 
 PLANS = Path(__file__).parent.parent / "examples" / "plans"
@@ -49,6 +51,21 @@ def test_callbacks_are_called_with_each_event(settings: dict[str, Any]) -> None:
     assert [event.step for event in events if isinstance(event, StepEnded)] == [1, 2, 3, 4]
     with pytest.raises(ConfigError, match="torchrun"):
         surefoot.train(settings, screen=False, callbacks=[events.append], nproc_per_node=2, overwrite_output_dir=True)
+
+
+def test_findings_of_the_supervisor_are_in_the_result(settings: dict[str, Any]) -> None:
+    """It writes them down while the run goes on; each is in the result and in summary.json once."""
+    log, late = FindingLog(Path(settings["output_dir"])), Finding("SF302", "it waits", {"rank": 0})
+
+    def note(event: Event) -> None:
+        if isinstance(event, StepEnded) and event.step in (2, 3):
+            log.note(late)
+
+    result = surefoot.train(settings, callbacks=[note], screen=False)
+    assert [finding.code for finding in result.findings] == ["SF302"]
+    again = read_result(result.run_folder)
+    assert again is not None
+    assert again.findings == result.findings
 
 
 def test_an_exception_in_a_callback_ends_the_run(settings: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ keyword arguments are settings, and win. Importing this package imports no torch
 """
 
 import sys
+import time
 
 if sys.argv[:1] == ["-m"] and "surefoot" in sys.orig_argv and not sys.flags.safe_path:
     del sys.path[0]  # `python -m surefoot` puts the current folder first: its Python files are not ours to run
@@ -77,19 +78,24 @@ def train_loaded(
             "callbacks are functions of this process, and with several ranks others train. Start the program with "
             f"torchrun, so that each rank has its own ({loaded.where('nproc_per_node', 'nnodes')})."
         )
+    began_s = time.time()
     with _supervise_run(loaded):
         if starts_ranks:
             from surefoot.launch.multi_rank import train_launched
 
-            return train_launched(loaded, screen=screen)
-        with without_garbage_collection():
-            from surefoot.diagnostics.monitor.observers import rank_observers
-            from surefoot.training.metrics import CallbackObserver
-            from surefoot.training.trainer import train as run
+            result = train_launched(loaded, screen=screen)
+        else:
+            with without_garbage_collection():
+                from surefoot.diagnostics.monitor.observers import rank_observers
+                from surefoot.training.metrics import CallbackObserver
+                from surefoot.training.trainer import train as run
 
-        rank = launcher_number("RANK")
-        watching = rank_observers(loaded.run.run_folder, rank) if loaded.run.health else []
-        return run(loaded, [*watching, *map(CallbackObserver, callbacks)], screen=screen)
+            rank = launcher_number("RANK")
+            watching = rank_observers(loaded.run.run_folder, rank) if loaded.run.health else []
+            result = run(loaded, [*watching, *map(CallbackObserver, callbacks)], screen=screen)
+    from surefoot.training.run_summary import add_reported_findings
+
+    return result if launcher_number("RANK") else add_reported_findings(result, began_s)
 
 
 def _supervise_run(loaded: "LoadedConfig") -> AbstractContextManager[None]:

@@ -165,3 +165,21 @@ def test_what_a_script_writes_wins_over_a_file_that_lies_there(tmp_path: Path) -
 def test_a_shell_may_have_options_before_its_text(tmp_path: Path) -> None:
     run = import_file(tmp_path / "run.sh", 'bash -x -c "swift sft --model a/b --dataset rows.jsonl"\n')
     assert get_values(run)["model"] == "a/b"
+
+
+def test_a_file_with_the_system_message_is_read(tmp_path: Path) -> None:
+    """ms-swift reads a name that ends in .txt; as a text it would be trained as the system message."""
+    (tmp_path / "prompt.txt").write_text("Answer in <answer> tags.")
+    command = "swift sft --model Qwen/Qwen3-8B --dataset train.jsonl --system {}"
+    imported = import_file(tmp_path / "train.sh", command.format("prompt.txt"))
+    assert get_values(imported)["system"] == "Answer in <answer> tags."
+    missing = import_file(tmp_path / "other.sh", command.format("gone/prompt.txt"))
+    assert "system" not in get_values(missing)
+    assert "system = gone/prompt.txt" in missing.as_yaml()
+    text = import_file(tmp_path / "text.sh", command.format("'Be brief.'"))
+    assert get_values(text)["system"] == "Be brief."
+
+
+def test_a_python_script_is_refused_with_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.py: Python scripts .*trl sft"):
+        import_file(tmp_path / "trainer.py", "from trl import SFTConfig\nconfig = SFTConfig(learning_rate=1e-4)\n")

@@ -59,6 +59,15 @@ def test_a_rank_that_waits_for_the_driver_of_its_gpu() -> None:
     assert find_stall(with_frame("synchronize")).code == "SF106"
 
 
+def test_of_one_rank_no_others_are_said_to_wait() -> None:
+    evidence = read_evidence(NAMED["sleeping"])
+    behind = next(rank for rank in evidence.ranks if rank.rank == find_stall(evidence).evidence["rank"])
+    alone = find_stall(replace(evidence, ranks=(replace(behind, rank=0),), num_ranks=1))
+    assert alone.code == "SF106"
+    assert "other ranks" not in alone.fix
+    assert "other ranks" in find_stall(evidence).fix
+
+
 def test_what_is_missing_is_named_where_the_cause_is_not() -> None:
     silent = alter(
         read_evidence(NAMED["sleeping"]), flight=None, answered=False, stacks="", phase="forward", cpu_share=0.0

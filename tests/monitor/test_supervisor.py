@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 from surefoot.diagnostics.monitor import supervisor as supervising
+from surefoot.diagnostics.monitor.event_log import Recorder
+from surefoot.diagnostics.monitor.processes import ProcessSample
+from surefoot.diagnostics.monitor.rank_state import RankState
+from surefoot.diagnostics.monitor.ring_buffer import RingReader
 from surefoot.diagnostics.monitor.supervisor import Supervisor
+from surefoot.events import PhaseBegan
 from surefoot.findings import Finding
 
 STAYS = """
@@ -162,3 +167,14 @@ def test_what_took_long_to_tell_is_no_gap_and_a_clock_may_be_set_back(
     assert supervisor.poll(102.0) == []
     assert [finding.code for finding in supervisor.poll(104.5)] == ["SF111"]
     supervisor.end()
+
+
+@pytest.mark.parametrize(("state", "is_idle"), [("sleeping", True), ("running", False)])
+def test_a_process_that_gets_no_core_is_not_idle(state: str, is_idle: bool, tmp_path: Path) -> None:
+    """On a busy machine a rank may be ready for long and compute hardly anything: it is not stalled."""
+    Recorder(tmp_path, 0).observe(PhaseBegan(0, 2, "backward"))
+    (path,) = (tmp_path / "events").glob("*.ring")
+    rank = RankState(RingReader(path), 1)
+    for second in range(10):
+        rank.add_sample(float(second), ProcessSample(state, {rank.process: 0.02 * second}), is_silent=True)
+    assert rank.is_idle is is_idle

@@ -8,7 +8,7 @@ from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
 from surefoot.config.methods import known_fields
 from surefoot.errors import ConfigError
 from surefoot.migrate.drop_invalid import drop_invalid_settings
-from surefoot.migrate.field_map import TRACKERS, as_list, can_be_null, is_null, map_rewards, map_setting
+from surefoot.migrate.field_map import TRACKERS, as_list, can_be_null, is_null, map_rewards, map_setting, system_file
 from surefoot.migrate.imported_run import PATHS, ImportedRun
 from surefoot.migrate.lint import lint
 from surefoot.migrate.parsed_run import ParsedRun
@@ -152,6 +152,8 @@ def _list_left_out_parts(run: ParsedRun, name: str, value: Any, peer_setting: st
         return {peer_setting: why}
     if name in ("model", "model_id_or_path") and is_modelscope_id(str(value)) and not _uses_huggingface(run):
         return {peer_setting: MODELSCOPE_MODEL_NOTE}
+    if name == "system" and (path := system_file(run, value)) is not None and not path.is_file():
+        return {peer_setting: "there is no such file here; give the text that it holds as system"}
     if name == "report_to":
         unsupported = [tracker for tracker in as_list(value) if tracker not in (*TRACKERS, "none", None)]
         return {f"{name} = {tracker}": f"only {', '.join(TRACKERS)} are available" for tracker in unsupported}

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from types import EllipsisType
 from typing import Any, get_args
 
@@ -104,8 +105,16 @@ def _map_axolotl(run: ParsedRun, name: str, value: Any) -> MappedSettings:
     return ...
 
 
+def system_file(run: ParsedRun, value: Any) -> Path | None:
+    """Return the path of the file from which a run reads its system message: ms-swift does for a name in .txt."""
+    is_name = run.program == "ms-swift" and isinstance(value, str) and value.endswith(".txt")
+    return resolve_path(run.base, value) if is_name else None
+
+
 def _map_data(run: ParsedRun, name: str, value: Any) -> MappedSettings:
     """Map settings of the rows and of which tokens are trained."""
+    if name == "system" and (path := system_file(run, value)) is not None:
+        return {"system": path.read_text("utf-8", errors="replace")} if path.is_file() else {}
     if name == "dataset_shuffle" and run.program == "ms-swift":  # ms-swift's data loader shuffles too
         return {"shuffle": False} if value is False and run.settings.get("train_dataloader_shuffle") is False else {}
     if name == "shuffle_dataset" and run.method == "sft":

@@ -122,6 +122,12 @@ def _read_script(path: Path, text: str) -> ParsedRun:
     if run is not None:
         run.other_commands = other_commands
         return run
+    if path.suffix == ".py":
+        raise ConfigError(
+            f"{path}: Python scripts are not read, because their settings may be computed. Give {ACCEPTED_INPUTS}; "
+            f"for a "
+            "script of TRL, the command `trl sft --learning_rate ...` with the values of its SFTConfig and LoraConfig."
+        )
     raise ConfigError(f"{path}: contains no command of a known program. Give {ACCEPTED_INPUTS}.")
 
 

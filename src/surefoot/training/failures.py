@@ -30,7 +30,8 @@ def recording_failure(finish: Callable[..., Any], emit: Emit, memory: MemoryWatc
     try:
         yield
     except KeyboardInterrupt:
-        fail("interrupted", "stopped before the first step, or by a second signal")
+        step = memory.step
+        fail("interrupted", f"stopped by a second signal in step {step}" if step else "stopped before the first step")
         raise
     except StoppedOnFinding as error:
         emit(FindingMade(error.finding))

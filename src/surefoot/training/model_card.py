@@ -68,7 +68,7 @@ def _facts(config: Mapping[str, Any], summary: Mapping[str, Any], *, has_adapter
     """Yield the rows of the table."""
     yield "base model", _name(config["model"])
     yield "data", ", ".join(_name(item["path"]) for item in config["dataset"])
-    yield "rows trained", summary["examples"].get("trained", 0)
+    yield "rows of the data", summary["examples"].get("trained", 0)
     yield "steps", summary["steps"]
     if summary["train_loss"] is not None:
         yield "mean training loss", f"{summary['train_loss']:.4f}"

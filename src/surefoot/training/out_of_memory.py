@@ -62,6 +62,11 @@ class MemoryWatch:
         """Tokens of the batches before it."""
         self._memory: MemorySampled | None = None
 
+    @property
+    def step(self) -> int:
+        """Step of its current phase; 0 before the first step."""
+        return self._began.step
+
     def observe(self, event: Event) -> None:
         if isinstance(event, PhaseBegan):
             self._began = event

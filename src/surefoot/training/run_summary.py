@@ -193,10 +193,29 @@ def write_end(run_folder: Path, *, findings: Sequence[Finding], error: str | Non
         result = replace(RunRecord(run_folder).result("failed"), steps=steps_done(run_folder))
     if result is None:
         return
-    result = replace(result, findings=[*findings, *result.findings])
+    result = replace(result, findings=_merge(findings, result.findings))
     if error is not None:
         result = replace(result, status="failed", artifact=None, error=error)
     result.write()
+
+
+def add_reported_findings(result: RunResult, since_s: float) -> RunResult:
+    """Return the result, and write it, with the findings that others wrote since a time in seconds since 1970."""
+    reported = [
+        Finding.from_dict(line)
+        for _, line in read_objects(result.run_folder / FINDINGS)
+        if line is not None and is_number(line.get("time_s")) and line["time_s"] >= since_s
+    ]
+    findings = _merge(result.findings, reported)
+    if len(findings) > len(result.findings):
+        result = replace(result, findings=findings)
+        result.write()
+    return result
+
+
+def _merge(findings: Sequence[Finding], others: Sequence[Finding]) -> list[Finding]:
+    """Return both lists in order; a cause that is in both once."""
+    return list({(finding.code, finding.cause): finding for finding in (*findings, *others)}.values())
 
 
 def steps_done(run_folder: Path) -> int:

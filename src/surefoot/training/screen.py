@@ -153,7 +153,9 @@ def _join(parts: Mapping[str, str]) -> str:
 def _describe_run(config: Mapping[str, Any]) -> str:
     """Return the model, what is trained, where, and the arithmetic of a batch."""
     size, each = config.get("global_batch_size"), config.get("per_device_train_batch_size")
-    batch = f"; {size} sequences a step, at most {each} at a time on each rank" if size and each else ""
+    batch = ""
+    if size and each:
+        batch = f"; {size} sequence{'s' * (size != 1)} a step, at most {min(each, size)} at a time on each rank"
     return (
         f"model {config.get('model')}, method {config.get('method')}, tuning {config.get('tuning')}, "
         f"{config.get('dtype')} on {config.get('device')}{batch}"

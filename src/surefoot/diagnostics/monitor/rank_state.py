@@ -17,6 +17,8 @@ from surefoot.diagnostics.rules.limits import LimitTrend
 
 IDLE_SHARE = 0.1
 """Share of a core below which a process is idle; waiting in gloo takes a few hundredths."""
+READY_SHARE = 0.5
+"""Share of the samples of a window from which on a process that is ready to run is not idle."""
 IDLE_BYTES_PER_S = 1 << 16
 """Bytes read and written per second below which a process is idle."""
 WINDOW_S = 6.0
@@ -157,8 +159,10 @@ class RankState(RankTrends):
 
     @property
     def is_idle(self) -> bool:
-        """Whether it was idle for a whole window."""
+        """Whether it was idle for a whole window. A process that is ready but gets no core is not."""
         if self.samples.span_s < WINDOW_S or any(sample.waits_for_disk for _, sample in self.samples):
+            return False
+        if sum(sample.state == "running" for _, sample in self.samples) > READY_SHARE * len(self.samples):
             return False
         return self.cpu_share < IDLE_SHARE and not self.moves_data
 

@@ -291,7 +291,7 @@ def _find_rank_behind(case: StallCase) -> Finding | None:
     return case.finding(
         "SF106",
         f"rank {rank.rank} {activity} {describe_place(rank)}, {describe_line(rank)}{_describe_missed(case)}",
-        "Inspect that line: the other ranks are blocked on it.",
+        "Inspect that line" + (": the other ranks are blocked on it." if case.evidence.num_ranks > 1 else "."),
         confidence=0.9,
         **_make_rank_evidence(rank),
     )
