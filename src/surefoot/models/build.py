@@ -125,6 +125,7 @@ def build_without_storage(
     # Initial values are of no use without storage, and some initialisers read them.
     with quiet_transformers(), config_errors(folder), no_init_weights():
         model: PreTrainedModel = stock._from_config(config, dtype=stored, attn_implementation=implementation)
+        model.tie_weights()  # which transformers leaves out with the initial values
         targets = attach(model, lora) if lora is not None else None
     experts.plug_in(model)
     if targets is not None:
