@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import surefoot
-from surefoot.errors import ConfigError
+from surefoot.errors import ConfigError, InputError
 from surefoot.events import Event, StepEnded
 from surefoot.findings import Finding
 from surefoot.training.run_summary import FindingLog, read_result
@@ -38,10 +38,12 @@ def test_rows_of_python_are_trained_like_those_of_a_file(settings: dict[str, Any
     [
         ([{"messages": [{"role": "user", "content": object()}]}], r"dataset\[0\]"),
         ([{"text": "a"}, {"text": float("nan")}], r"dataset\[1\]"),
+        ([], "dataset .*no rows"),
+        ([{"text": "a"}, {"question": "b"}], r"dataset\.jsonl:2\b"),
     ],
 )
-def test_rows_that_no_file_can_hold_are_named(settings: dict[str, Any], rows: Any, named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
+def test_rows_that_cannot_be_trained_are_named(settings: dict[str, Any], rows: Any, named: str) -> None:
+    with pytest.raises(InputError, match=named):
         surefoot.train(settings, dataset=rows)
 
 

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Group
 
 from surefoot.config import as_yaml, load_config
+from surefoot.diagnostics.monitor import watch as watching
 from surefoot.diagnostics.monitor.event_log import KINDS, PHASES
-from surefoot.diagnostics.monitor.explain import explain
+from surefoot.diagnostics.monitor.explain import Explanation, explain
 from surefoot.diagnostics.monitor.ring_buffer import RingWriter
 from surefoot.diagnostics.monitor.watch import watch
 from surefoot.diagnostics.report.html import write_report
@@ -91,3 +93,19 @@ def test_a_folder_without_events_and_summary_is_no_run(tmp_path: Path, text: str
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ConfigError, match="no run"):
         explain(tmp_path)
+
+
+def test_a_file_or_pipe_gets_each_state_as_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not only the last one: `surefoot watch RUN > FILE` shows the run while it goes on."""
+    states = iter(["running", "running", "completed"])
+
+    def read(folder: Path) -> tuple[Explanation, Group]:
+        status = next(states)
+        return Explanation(folder, status, [], [], []), Group(f"it is {status}")
+
+    monkeypatch.setattr(watching, "_read_view", read)
+    monkeypatch.setattr(watching, "PLAIN_EVERY_S", 0.0)
+    watch(tmp_path)
+    assert capsys.readouterr().out.split("\n")[:3] == ["it is running", "it is running", "it is completed"]

@@ -25,6 +25,9 @@ def _as_files(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises: ConfigError for rows that JSON cannot hold; StorageError.
     """
+    for name in ("dataset", "eval_dataset"):
+        if isinstance(settings.get(name), list) and not settings[name]:
+            raise ConfigError(f"{name} is an empty list: it has no rows. Give a list of mappings, or files.")
     rows = {name: settings[name] for name in ("dataset", "eval_dataset") if _are_rows(settings.get(name))}
     return {**settings, **{name: _write_rows(name, value) for name, value in rows.items()}}
 
@@ -37,7 +40,10 @@ def _are_rows(value: Any) -> bool:
 
 
 def _write_rows(setting: str, rows: Any) -> str:
-    """Return the path of a file with these rows. Its name is their hash, so the same rows are the same data."""
+    """Return the path of a file with these rows. Its folder is their hash, so the same rows are the same data.
+
+    Errors quote its name: `dataset.jsonl:3` is the third row.
+    """
     if isinstance(rows, Mapping):
         raise ConfigError(f"{setting}: this is a dict of splits ({', '.join(rows)}). Give one, such as rows['train'].")
     lines = []
@@ -50,7 +56,7 @@ def _write_rows(setting: str, rows: Any) -> str:
                 "images as paths of files."
             ) from error
     content = "".join(lines).encode("utf-8", "backslashreplace")
-    path = cache_folder() / "rows" / f"{hashlib.sha256(content).hexdigest()[:32]}.jsonl"
+    path = cache_folder() / "rows" / hashlib.sha256(content).hexdigest()[:32] / f"{setting}.jsonl"
     if not path.is_file():
         write_bytes(path, content)
     return str(path)

@@ -25,6 +25,8 @@ from surefoot.training.run_dir import saved_config
 MAY_RUN = ("running", "unknown")
 """Statuses of a run that may still run, on this machine or on others."""
 EVERY_S = 1.0
+PLAIN_EVERY_S = 30.0
+"""Seconds between two states that are written where the output is no terminal."""
 NEWEST = 8000
 """Number of records of each rank that are read each time, a few hundred steps."""
 SHOWN = ("step", "loss", "grad_norm", "tokens_per_second")
@@ -40,6 +42,13 @@ def watch(run_folder: Path, *, once: bool = False) -> None:
     explanation, view = _read_view(run_folder)
     if once:
         console.print(view)
+        return
+    if not console.is_terminal:
+        console.print(view)
+        while explanation.status in MAY_RUN:
+            time.sleep(PLAIN_EVERY_S)
+            explanation, view = _read_view(run_folder)
+            console.print(view)
         return
     with Live(view, console=console, auto_refresh=False) as live:
         while explanation.status in MAY_RUN:
