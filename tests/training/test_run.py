@@ -460,3 +460,16 @@ def test_an_export_of_an_unfinished_run_says_from_which_step(
     finished = surefoot.train({**settings, **length}, screen=False).run_folder
     surefoot.export(finished, tmp_path / "finished")
     assert not [record for record in caplog.records if record.name == "surefoot.training.export"]
+
+
+def test_targets_that_the_model_has_not_are_refused_with_their_line(
+    settings: dict[str, Any], model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Before the data are prepared: the first config of a dense model may name experts."""
+    path = tmp_path / "run.yaml"
+    lines = {**settings, "model": str(model_folder("llama")), "target_modules": ["attention", "experts"]}
+    path.write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in lines.items()))
+    number = list(lines).index("target_modules") + 1
+    with pytest.raises(ModelError, match=rf"'experts' is empty .*attention, mlp, all.*run\.yaml:{number}\)"):
+        surefoot.train(path, screen=False)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -12,11 +12,11 @@ from surefoot.config import LoadedConfig, RunConfig
 from surefoot.distributed.fsdp import Sharding
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.distributed.process_group import World
-from surefoot.errors import ConfigError
+from surefoot.errors import ConfigError, ModelError
 from surefoot.methods.base import TrainContext
 from surefoot.methods.registry import method_of
 from surefoot.models.build import build_model, meta_model, trainable_parameters
-from surefoot.models.lora import lora_settings
+from surefoot.models.lora import checked_targets, lora_settings
 from surefoot.models.router_bias import RouterBiases
 from surefoot.models.weight_loading import keep_freed_memory
 from surefoot.training.export import load_adapter
@@ -50,6 +50,20 @@ def check_router_biases(loaded: LoadedConfig, base: Path) -> None:
             f"router_bias_update_rate={rate}, but the routers of {loaded.run.model} have no correction bias. "
             f"Drop it, or set router_aux_loss_coef to balance the experts ({loaded.where('router_bias_update_rate')})."
         )
+
+
+def check_targets(loaded: LoadedConfig, base: Path) -> None:
+    """Raise ModelError, with its place in the config, for targets of LoRA that the model cannot have.
+
+    Reads no weights, so it comes before the data are prepared.
+    """
+    lora = lora_settings(loaded.run)
+    if lora is None:
+        return
+    try:
+        checked_targets(meta_model(base), lora)
+    except ModelError as error:
+        raise ModelError(f"{error} ({loaded.where('target_modules')})") from error
 
 
 def build_optimizer(parameters: Mapping[str, nn.Parameter], config: RunConfig) -> torch.optim.AdamW:

@@ -46,6 +46,7 @@ from surefoot.training.run_summary import FindingLog, RunRecord, RunResult, Stat
 from surefoot.training.train_setup import (
     build_train_context,
     check_router_biases,
+    check_targets,
     check_trained_routers,
     sharding_of,
 )
@@ -204,6 +205,7 @@ def _check_model(run: _Run) -> Path:
         ranks.local_rank0_first(lambda: method_of(loaded.run).check_model(loaded, base))
         ranks.local_rank0_first(lambda: check_trained_routers(loaded, ranks.size))
         ranks.local_rank0_first(lambda: check_router_biases(loaded, base))
+        ranks.local_rank0_first(lambda: check_targets(loaded, base))
     return base
 
 

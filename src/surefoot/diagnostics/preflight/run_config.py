@@ -12,15 +12,14 @@ from surefoot.distributed.parallel_dims import Layout
 from surefoot.errors import ConfigError, SurefootError
 from surefoot.methods.registry import method_of
 from surefoot.models.adapter import check_kind, load_adapter_files
-from surefoot.models.build import load_config, load_tokenizer, meta_model
-from surefoot.models.lora import checked_targets, lora_settings
+from surefoot.models.build import load_config, load_tokenizer
 from surefoot.models.model_size import weights_of
 from surefoot.models.pretrained import check_generation_config
 from surefoot.models.resolve_model import folder_here, resolve_model
 from surefoot.models.weight_loading import check_weights_fill
 from surefoot.training.expert_parallel import check_experts
 from surefoot.training.run_dir import check_folder, check_named_checkpoint, check_resume
-from surefoot.training.train_setup import check_router_biases, check_trained_routers
+from surefoot.training.train_setup import check_router_biases, check_targets, check_trained_routers
 
 NAME = "the run itself"
 
@@ -46,10 +45,8 @@ def _check_run(loaded: LoadedConfig) -> Result:
             method_of(run).check_model(loaded, base)
             check_trained_routers(loaded, ranks)
             check_router_biases(loaded, base)
+            check_targets(loaded, base)
             open_images(loaded, base, model, load_tokenizer(base, run.chat_template))
-            lora = lora_settings(loaded.run)
-            if lora is not None:
-                checked_targets(meta_model(base), lora)
             check_generation_config(base)
             weights_of(base)  # a damaged file is reported by `check_model`
             check_weights_fill(base)
