@@ -92,8 +92,8 @@ def select_samples(shard: Shard, rows: tuple[int, int], options: SampleOptions, 
     trained, loses_trained = _count_trained_tokens(shard, begins, begins + cut_lengths, options.train_on)
     has_images = shard.image_counts > 0  # an image's tokens are meaningless if some are cut off
     for sample in np.flatnonzero(has_images) if options.image_token is not None else ():
-        kept = slice(begins[sample] + 1, begins[sample] + cut_lengths[sample])
-        trained[sample] = np.count_nonzero(token_weights(shard, int(sample), options)[kept])
+        predicted = slice(begins[sample] + 1, begins[sample] + cut_lengths[sample])
+        trained[sample] = np.count_nonzero(token_weights(shard, int(sample), options)[predicted])
     is_untrained = (lengths if are_prompts else trained) == 0
     is_refused = too_long & (has_images | (options.truncation in ("error", "drop")))
     used = in_range & ~(is_untrained | is_refused)

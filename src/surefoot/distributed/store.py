@@ -32,8 +32,7 @@ COUNT = "number here"
 POLL_S = 0.1
 SLOW_START = (
     "If `nvidia-smi` takes seconds too, the driver starts anew for each process: turn persistence mode on (nvidia-smi "
-    "-pm "
-    "1). "
+    "-pm 1). "
 )
 """Advice for GPUs of one machine that are not connected in time."""
 

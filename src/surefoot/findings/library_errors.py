@@ -1,6 +1,6 @@
 """Errors of CUDA, NCCL and rollout servers whose text names a cause. Standard library only.
 
-The texts are those of the CUDA runtime, NCCL 2.18 to 2.29, torch 2.11 to 2.13 and vLLM 0.8 to 0.32.
+The texts are those that public reports of users show (issues of PyTorch, NCCL, vLLM and of trainers, read 2026-11).
 """
 
 import re
@@ -67,8 +67,7 @@ CUDA_ERRORS = (
         r"no kernel image is available for execution on the device",
         "this build of torch has no code for the compute capability of this GPU",
         "Install the build of torch whose `torch.cuda.get_arch_list()` has the GPU's capability (sm_120 for an RTX "
-        "5090, "
-        "for example): see the install commands on pytorch.org.",
+        "5090, for example): see the install commands on pytorch.org.",
     ),
     _error(
         r"driver on your system is too old \(found version (\d+)\)",
@@ -83,9 +82,8 @@ CUDA_ERRORS = (
     _error(
         r"Found no NVIDIA driver on your system",
         "no NVIDIA driver is visible to this process",
-        "In a container: start it with the GPUs (docker run --gpus all, with nvidia-container-toolkit on the host). "
-        "On a "
-        "machine: install the driver; `nvidia-smi` must list the GPUs.",
+        "In a container: start it with the GPUs (docker run --gpus all, with nvidia-container-toolkit on the host). On "
+        "a machine: install the driver; `nvidia-smi` must list the GPUs.",
     ),
     _error(
         r"No CUDA GPUs are available",
@@ -137,8 +135,7 @@ CUDA_ERRORS = (
         r"CUDA out of memory.*?[Tt]ried to allocate ([\d.]+ \w+)",
         "a GPU had no more memory: {0} were requested",
         "Lower max_tokens_per_batch, turn gradient_checkpointing on, or raise zero_stage; `surefoot plan` computes "
-        "what "
-        "fits.",
+        "what fits.",
         code="SF209",
     ),
     _error(
@@ -203,8 +200,7 @@ NCCL_ERRORS = (
         r"onnect to (\S+) (?:failed ?: ?|returned \d+ ?\()(No route to host|Connection timed out|Network is "
         r"unreachable)",
         "the address {0} cannot be reached from here ({1}): another machine told NCCL an address of a network that "
-        "this "
-        "one is not in, or a firewall is between them",
+        "this one is not in, or a firewall is between them",
         "Set NCCL_SOCKET_IFNAME (and GLOO_SOCKET_IFNAME) to the interface of the network that joins the machines, and "
         "open all ports between them.",
     ),
@@ -244,8 +240,7 @@ CONSEQUENCES = (
         "a rank waited in collective number {0} ({1}) until its timeout: another rank never entered it, or called "
         "another one",
         "Compare the numbers of all ranks in this log: the one that is behind, or silent, has the cause. `surefoot "
-        "train` "
-        "and `surefoot.watch` name it while it hangs.",
+        "train` and `surefoot.watch` name it while it hangs.",
         code="SF110",
         confidence=0.5,
     ),

@@ -310,17 +310,15 @@ PAGES = {
     "SF745": Page(
         "the address space is limited",
         "The limit of addresses of a process (RLIMIT_AS, `ulimit -v`) is below what a rank maps: on the CPU 8 GiB "
-        "beside its model, on a GPU as much as the memory of the machine and its GPUs. Memory is then refused "
-        "although it is "
-        "free, by CUDA at its start, or by the allocator in a step.",
+        "beside its model, on a GPU as much as the memory of the machine and its GPUs. Memory is then refused although "
+        "it is free, by CUDA at its start, or by the allocator in a step.",
         "Remove the limit (ulimit -v unlimited). To limit memory, use a cgroup: the memory of a job or a container.",
     ),
     "SF746": Page(
         "the driver of the GPUs is slow, or does not answer",
         "NVML did not describe the GPUs within 8 seconds, or took more than four.",
         "Turn persistence mode on (nvidia-smi -pm 1, or nvidia-persistenced): without it the driver starts anew for "
-        "each "
-        "process. If `nvidia-smi` hangs, read the kernel log for Xid, and reset the GPU or restart the machine.",
+        "each process. If `nvidia-smi` hangs, read the kernel log for Xid, and reset the GPU or restart the machine.",
         ("NVIDIA/DCGM#303",),
     ),
 }

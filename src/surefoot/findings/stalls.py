@@ -3,9 +3,8 @@
 from surefoot.findings.page import Page
 
 ON_ONE_MACHINE = (
-    "With GPUs, compare with NCCL_P2P_DISABLE=1: if that helps, turn the IOMMU and ACS off (kernel parameter "
-    "iommu=pt) or "
-    "update the driver. Check /dev/shm (`df -h /dev/shm`) and the kernel log for Xid. On the CPU, check that the "
+    "With GPUs, compare with NCCL_P2P_DISABLE=1: if that helps, turn the IOMMU and ACS off (kernel parameter iommu=pt) "
+    "or update the driver. Check /dev/shm (`df -h /dev/shm`) and the kernel log for Xid. On the CPU, check that the "
     "loopback interface is up."
 )
 """Advice for a collective whose data do not arrive between ranks of one machine."""
@@ -111,24 +110,22 @@ PAGES = {
         ("NVIDIA/DCGM#303",),
         severity="error",
     ),
-    "SF114": Page(
-        "a query of a GPU does not return",
-        "The stack of the rank shows that it waits for the driver: a start of CUDA, a count of devices, or a question "
-        "for free memory. It waits for no other rank, and for no network.",
-        "See whether `nvidia-smi` answers, and read the kernel log for Xid. Turn persistence mode on (nvidia-smi -pm "
-        "1, "
-        "or nvidia-persistenced), so that the driver need not start for each process. If it never answers, reset the "
-        "GPU "
-        "or restart the machine.",
-        ("NVIDIA/DCGM#303",),
-        severity="error",
-    ),
     "SF113": Page(
         "a library names the cause of its error",
         "The text of an error of CUDA, NCCL or vLLM, raised in a rank, in the log of a rollout server, or in a log "
         "given to `surefoot explain LOG`, is one of those whose cause is known.",
         "The finding has the fix for its error.",
         ("pytorch/pytorch#35710", "NVIDIA/nccl#342", "NVIDIA/nccl#1837", "vllm-project/vllm#11743"),
+        severity="error",
+    ),
+    "SF114": Page(
+        "a query of a GPU does not return",
+        "The stack of the rank shows that it waits for the driver: a start of CUDA, a count of devices, or a question "
+        "for free memory. It waits for no other rank, and for no network.",
+        "See whether `nvidia-smi` answers, and read the kernel log for Xid. Turn persistence mode on (nvidia-smi -pm "
+        "1, or nvidia-persistenced), so that the driver need not start for each process. If it never answers, reset "
+        "the GPU or restart the machine.",
+        ("NVIDIA/DCGM#303",),
         severity="error",
     ),
 }

@@ -125,8 +125,8 @@ def _read_script(path: Path, text: str) -> ParsedRun:
     if path.suffix == ".py":
         raise ConfigError(
             f"{path}: Python scripts are not read, because their settings may be computed. Give {ACCEPTED_INPUTS}; "
-            f"for a "
-            "script of TRL, the command `trl sft --learning_rate ...` with the values of its SFTConfig and LoraConfig."
+            "for a script of TRL, the command `trl sft --learning_rate ...` with the values of its SFTConfig and "
+            "LoraConfig."
         )
     raise ConfigError(f"{path}: contains no command of a known program. Give {ACCEPTED_INPUTS}.")
 

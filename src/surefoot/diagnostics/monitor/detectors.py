@@ -137,8 +137,10 @@ class SlowSteps:
 
     def _explain_data_wait(self, finding: Finding) -> Finding:
         """Return the finding that data are late with what the rank that it names does meanwhile."""
-        rank = self._run.ranks.get(finding.evidence.get("rank", 0))
-        return rank.data_waits.explain(finding, is_own_run=self._run.is_own) if rank is not None else finding
+        if "rank" not in finding.evidence:  # several are late in turn
+            return finding
+        waits = self._run.ranks[finding.evidence["rank"]].data_waits
+        return waits.explain(finding, is_own_run=self._run.is_own)
 
     def _find_straggler(self, idle: Finding | None) -> Finding | None:
         """Return a finding on the rank that the others wait for, if it is always the same rank, else `idle`."""
