@@ -63,17 +63,20 @@ def test_help_loads_no_torch() -> None:
         ("data", "r.yaml"),
         ("doctor", "r.yaml"),
         ("chat", "./no"),
+        ("train", "no_data.yaml"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_refused_before_torch_is_imported(
     words: tuple[str, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "r.yaml").write_text("model: .\ndataset: .\noutput_dir: run\nlora_rank: eight\n")
+    (tmp_path / "no_data.yaml").write_text("model: .\ndataset: no.jsonl\noutput_dir: run\npreflight: false\n")
     code = "import sys, surefoot.cli as cli; print(cli.main(sys.argv[1:]), 'torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
     assert done.stdout.split() == ["2", "False"], done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_settings_are_listed() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import surefoot
 from surefoot.config import DatasetItem
 from surefoot.data.row_formats import FormatSpec
 from surefoot.data.sources import RowRange, find_sources, may_list
@@ -83,6 +84,24 @@ def llamafactory(folder: Path) -> Path:
     path = folder / "dataset_info.json"
     path.write_text(json.dumps(entries))
     return path
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ("rows.jsonl", r"rows\.jsonl:1: .*\(antwort, frage\).*\(argument\)\.$"),
+        ("empty.jsonl", r"empty\.jsonl is empty .*\(argument\)\.$"),
+        ("dataset_info.json:gone", r"gone\.jsonl .*\(argument\)\.$"),
+    ],
+)
+def test_files_are_checked_before_the_model_is_fetched(tmp_path: Path, dataset: str, message: str) -> None:
+    llamafactory(tmp_path)
+    write_jsonl(tmp_path / "rows.jsonl", [{"frage": "a", "antwort": "b"}])
+    (tmp_path / "empty.jsonl").touch()
+    settings = {"model": "nobody/nothing", "output_dir": str(tmp_path / "run"), "health": False}
+    for begin in (surefoot.train, surefoot.describe_data):
+        with pytest.raises(DataError, match=message):
+            begin({**settings, "dataset": str(tmp_path / dataset)})
 
 
 def test_entries_of_dataset_info_json(tmp_path: Path) -> None:

@@ -76,11 +76,13 @@ def add_run_verbs(verbs: "argparse._SubParsersAction[Parser]") -> None:
 
 def run_train(arguments: argparse.Namespace) -> int:
     from surefoot.config import load_config
+    from surefoot.data.sources import check_files_exist
     from surefoot.models.resolve_model import check_is_known
 
     shown = [f"verbosity={arguments.verbosity}"] if arguments.verbosity else []
     loaded = load_config(arguments.config, [*arguments.overrides, *shown])
     check_is_known(loaded.run.model, loaded.where("model"))
+    check_files_exist(loaded)
     # If the first rank of a machine refuses, torchrun ends the others.
     is_first_here = not is_rank() or os.environ.get("LOCAL_RANK") == "0"
     if loaded.run.preflight and is_first_here:

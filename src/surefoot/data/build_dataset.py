@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import Literal
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from surefoot.config import DatasetItem, LoadedConfig
+from surefoot.config import LoadedConfig
+from surefoot.data.cache import check_format
 from surefoot.data.dataset import Dataset
 from surefoot.data.image_processor import PixelReader
 from surefoot.data.images import ImageSettings
@@ -27,7 +27,7 @@ from surefoot.data.model_processor import (
 from surefoot.data.prepare_pool import OnProgress, PrepareOptions
 from surefoot.data.renderer_source import TEXT_ONLY, RendererSource
 from surefoot.data.sample_selection import SampleOptions
-from surefoot.data.sources import Source, find_sources, is_of_hub, may_list
+from surefoot.data.sources import DATA_SETTINGS, DataSetting, sources_of
 from surefoot.errors import ConfigError, DataError
 
 MAX_WORKERS = 16
@@ -51,7 +51,7 @@ class ModelInputs:
 
 def open_dataset(
     loaded: LoadedConfig,
-    setting: Literal["dataset", "eval_dataset"],
+    setting: DataSetting,
     model: ModelInputs,
     *,
     only_waits: bool = False,
@@ -108,43 +108,15 @@ def open_dataset(
     )
 
 
-def sources_of(loaded: LoadedConfig, setting: Literal["dataset", "eval_dataset"]) -> list[Source]:
-    """Return the files of a dataset setting and how to read their rows. Hub datasets are fetched.
-
-    Raises: DataError; ConfigError if files that the run writes would become rows.
-    """
-    config = loaded.run
-    items: list[DatasetItem] = getattr(config, setting)
-    for item in items:
-        if may_list(item.path, config.run_folder):
-            raise ConfigError(
-                f"output_dir={config.output_dir} is inside {setting} {item.path}, whose subfolders are searched: the "
-                "run's metrics.jsonl would be read as rows when it goes on. Give an output_dir elsewhere "
-                f"({loaded.where('output_dir', setting)})."
-            )
-    resolved_items = [
-        item.model_copy(
-            update={
-                "format": item.format if item.format != "auto" else config.dataset_format,
-                "columns": item.columns or config.columns,
-            }
-        )
-        for item in items
-    ]
-    sources = find_sources(resolved_items, loaded.where(setting))
-    return [
-        replace(source, spec=replace(source.spec, prompts=config.row.is_prompt, system=config.system))
-        for source in sources
-    ]
-
-
 def check_sources(loaded: LoadedConfig) -> None:
-    """Raise DataError for data files that do not exist. Items that may name hub datasets are not checked."""
-    settings: tuple[Literal["dataset", "eval_dataset"], ...] = ("dataset", "eval_dataset")
-    for setting in settings:
-        items: list[DatasetItem] = getattr(loaded.run, setting) or []
-        if items and not any(is_of_hub(item) or item.name or "dataset_info.json" in item.path for item in items):
-            sources_of(loaded, setting)
+    """Raise DataError for local data files that do not exist, or whose first row is of no known format."""
+    for setting in DATA_SETTINGS:
+        for source in sources_of(loaded, setting, only_local=True):
+            for path, name in zip(source.files, source.names, strict=True):
+                try:
+                    check_format(path, name, source.spec)
+                except DataError as error:
+                    raise DataError(f"{str(error).removesuffix('.')} ({loaded.where(setting)}).") from error
 
 
 IMAGE_SETTINGS = ("min_pixels", "max_pixels", "image_dir", "allow_image_urls")

@@ -26,10 +26,10 @@ import tokenizers
 import transformers
 
 from surefoot.data.conversation import BadRow
-from surefoot.data.file_readers import CHUNK_BYTES, CHUNK_ROWS, Chunk, ChunkReader, Scan, scan
+from surefoot.data.file_readers import CHUNK_BYTES, CHUNK_ROWS, Chunk, ChunkReader, Scan, scan, stream_chunks
 from surefoot.data.renderer_source import RendererSource
 from surefoot.data.row_formats import FormatSpec, format_of
-from surefoot.data.rows import MAX_ROW_BYTES
+from surefoot.data.rows import MAX_ROW_BYTES, Row
 from surefoot.data.shard import Shard
 from surefoot.errors import DataError
 from surefoot.system.atomic_io import cache_folder, storage_error, write_json
@@ -85,7 +85,8 @@ class CachedFile:
         stamp = stamp_of(path)
         scanned = _scan_or_reuse(path, stamp)
         self.chunks = scanned.chunks
-        format = _detect_format(path, name, spec, scanned.chunks)
+        rows = ChunkReader().rows(path, scanned.chunks[0]) if scanned.chunks else []
+        format = _detect_format(path, name, spec, rows)
         limits = [CHUNK_ROWS, CHUNK_BYTES, MAX_ROW_BYTES]
         # Rows may name images by a path that begins there: equal files in two folders are two datasets then.
         image_folders = [str(path.parent.resolve()), str(Path.cwd())] if has_images else None
@@ -176,20 +177,28 @@ class CachedFile:
 
 
 def stamp_of(path: Path) -> tuple[int, int, int]:
-    """Return size, mtime and inode, which show that a file changed. Raises: DataError if it is missing."""
+    """Return size, mtime and inode, which show that a file changed. Raises: DataError if it is missing or empty."""
     try:
         status = path.stat()
     except OSError as error:
         raise DataError(f"dataset {path} cannot be read: {error.strerror or error}.") from error
+    if status.st_size == 0:
+        raise DataError(f"dataset {path} is empty (0 bytes).")
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 
-def _detect_format(path: Path, name: str, spec: FormatSpec, chunks: Sequence[Chunk]) -> str:
-    """Detect the format of a file from its first valid row.
+def check_format(path: Path, name: str, spec: FormatSpec) -> None:
+    """Read the beginning of a file to detect its format. Raises: DataError if that is ambiguous or unknown."""
+    stamp_of(path)
+    _, rows = next(stream_chunks(path), (None, []))
+    _detect_format(path, name, spec, rows)
+
+
+def _detect_format(path: Path, name: str, spec: FormatSpec, rows: Sequence[Row]) -> str:
+    """Detect the format of a file from the first valid one of its first rows.
 
     Raises: DataError if there is no such row, or if its format is ambiguous or unknown.
     """
-    rows = ChunkReader().rows(path, chunks[0]) if chunks else []
     first = next((row for row in rows if row.problem is None), None)
     if first is not None:
         try:
@@ -211,10 +220,8 @@ def renderer_key(source: RendererSource) -> str:
 def _scan_or_reuse(path: Path, stamp: tuple[int, int, int]) -> Scan:
     """Scan a file, or return the scan of an earlier run while the file is unchanged.
 
-    Raises: DataError where the file cannot be read, is empty or broken as a whole.
+    Raises: DataError where the file cannot be read or is broken as a whole.
     """
-    if stamp[0] == 0:
-        raise DataError(f"dataset {path} is empty (0 bytes).")
     try:
         scan_path = (
             cache_folder() / "data" / "scans" / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"

@@ -114,7 +114,7 @@ class Dataset:
                         file.drop_stale(self.shard_digests)
                     self.files.append(file)
                 except DataError as error:
-                    raise DataError(f"{error} ({where})") from error
+                    raise DataError(f"{str(error).removesuffix('.')} ({where}).") from error
                 self._file_sources.append(number)
         self.preparation = Preparation(self.files, source, prepare)
         self._reset_caches()

@@ -1,6 +1,6 @@
 """Resolution of a `dataset` setting to files: paths, folders, globs, LLaMA-Factory's dataset_info.json, and the hub.
 
-This module does not read the files.
+This module does not read the files, and imports no torch.
 """
 
 import difflib
@@ -10,17 +10,19 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from surefoot.config import DatasetItem
+from surefoot.config import DatasetItem, LoadedConfig
 from surefoot.data.conversation import shown
 from surefoot.data.file_readers import COMPRESSIONS, KINDS, kind_of
 from surefoot.data.row_formats import FORMATS, FormatSpec
-from surefoot.errors import DataError, one_line
+from surefoot.errors import ConfigError, DataError, one_line
 from surefoot.system.json_files import DamagedFile, is_size, read_object
 
 COLUMNS = frozenset(name for row_format in FORMATS.values() for name in row_format.required | row_format.optional)
 """Surefoot's names of columns."""
+DataSetting = Literal["dataset", "eval_dataset"]
+DATA_SETTINGS: tuple[DataSetting, ...] = ("dataset", "eval_dataset")
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 SPLIT = re.compile(r"^(?P<name>[\w.-]*)(\[(?P<begin>-?\d{1,12}%?)?:(?P<end>-?\d{1,12}%?)?\])?$", re.ASCII)
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval", "training", "testing", "evaluation")
@@ -69,6 +71,44 @@ def find_sources(items: Sequence[DatasetItem], where: str = "dataset") -> list[S
         raise DataError(f"{error} ({where}).") from error
 
 
+def sources_of(loaded: LoadedConfig, setting: DataSetting, *, only_local: bool = False) -> list[Source]:
+    """Return the files of a dataset setting and how to read their rows.
+
+    Hub datasets are fetched, or left out if `only_local`.
+    Raises: DataError; ConfigError if files that the run writes would become rows.
+    """
+    config = loaded.run
+    items: list[DatasetItem] = getattr(config, setting) or []
+    for item in items:
+        if may_list(item.path, config.run_folder):
+            raise ConfigError(
+                f"output_dir={config.output_dir} is inside {setting} {item.path}, whose subfolders are searched: the "
+                "run's metrics.jsonl would be read as rows when it goes on. Give an output_dir elsewhere "
+                f"({loaded.where('output_dir', setting)})."
+            )
+    resolved_items = [
+        item.model_copy(
+            update={
+                "format": item.format if item.format != "auto" else config.dataset_format,
+                "columns": item.columns or config.columns,
+            }
+        )
+        for item in items
+        if not (only_local and is_of_hub(item))
+    ]
+    sources = find_sources(resolved_items, loaded.where(setting))
+    return [
+        replace(source, spec=replace(source.spec, prompts=config.row.is_prompt, system=config.system))
+        for source in sources
+    ]
+
+
+def check_files_exist(loaded: LoadedConfig) -> None:
+    """Check that the data files of a run exist, without reading them. Raises: DataError, ConfigError."""
+    for setting in DATA_SETTINGS:
+        sources_of(loaded, setting, only_local=True)
+
+
 def _resolve_source(item: DatasetItem) -> Source:
     split = SPLIT.match(item.split or "")
     if split is None:
@@ -80,9 +120,9 @@ def _resolve_source(item: DatasetItem) -> Source:
         hint = f"; did you mean '{near[0]}'?" if near else f". Known: {', '.join(sorted(COLUMNS))}."
         raise _BadSource(f"columns: '{unknown[0]}' is no column of any format{hint}")
     spec = FormatSpec(item.format, item.columns)
-    path_text, _, entry = item.path.partition(".json:")
-    if entry or Path(item.path).name == "dataset_info.json" or item.name:
-        return _resolve_info_entry(Path(path_text + ".json" if entry else item.path), item.name or entry, item, rows)
+    info = _info_file_of(item)
+    if info is not None:
+        return _resolve_info_entry(*_find_info_entry(*info), info[0].parent, item, rows)
     if is_of_hub(item):
         files = _load_from_hub(item.path, item.subset, split["name"] or "train")
         return Source(files, tuple(f"{item.path}/{file.name}" for file in files), spec, item.weight, rows)
@@ -92,8 +132,13 @@ def _resolve_source(item: DatasetItem) -> Source:
 
 def is_of_hub(item: DatasetItem) -> bool:
     """Return whether a source names a hub dataset and no local file."""
-    if item.name or ".json:" in item.path:  # an entry of dataset_info.json
-        return False
+    info = _info_file_of(item)
+    if info is not None:
+        try:
+            _, entry = _find_info_entry(*info)
+        except _BadSource:  # the error of the file is raised when it is resolved
+            return False
+        return "file_name" not in entry and "hf_hub_url" in entry
     path = Path(item.path)
     is_local = path.exists() or glob.has_magic(item.path) or kind_of(path)
     return not is_local and HUB_ID.match(item.path) is not None
@@ -220,9 +265,20 @@ def _load_from_hub(name: str, subset: str | None, split: str) -> tuple[Path, ...
     return tuple(Path(file["filename"]) for file in fetched.cache_files)
 
 
-def _resolve_info_entry(info: Path, name: str | None, item: DatasetItem, rows: RowRange) -> Source:
-    """Return the source of an entry in LLaMA-Factory's dataset_info.json: its file and the roles of its columns."""
-    info = info / "dataset_info.json" if info.is_dir() else info
+def _info_file_of(item: DatasetItem) -> tuple[Path, str] | None:
+    """Return the dataset_info.json that an item refers to, and the name of the entry; None for other items."""
+    path_text, _, entry = item.path.partition(".json:")
+    path = Path(path_text + ".json" if entry else item.path)
+    if not (entry or item.name or path.name == "dataset_info.json"):
+        return None
+    return path / "dataset_info.json" if path.is_dir() else path, item.name or entry
+
+
+def _find_info_entry(info: Path, name: str) -> tuple[str, Mapping[str, Any]]:
+    """Return the place of an entry in LLaMA-Factory's dataset_info.json, and its values.
+
+    An empty name is that of the only entry.
+    """
     if not info.exists():
         raise _BadSource(f"{info} does not exist, so dataset '{name}' cannot be looked up")
     try:
@@ -238,8 +294,11 @@ def _resolve_info_entry(info: Path, name: str | None, item: DatasetItem, rows: R
         raise _BadSource(
             f"{info} {problem}. It has: {', '.join(sorted(entries)[:12])}. Ask for one with {info.name}:NAME"
         )
-    entry = entries[str(name)]
-    at = f"{info.name}, entry '{name}'"
+    return f"{info.name}, entry '{name}'", entries[name]
+
+
+def _resolve_info_entry(at: str, entry: Mapping[str, Any], folder: Path, item: DatasetItem, rows: RowRange) -> Source:
+    """Return the source of an entry of the dataset_info.json in `folder`: its file and the roles of its columns."""
     if entry.get("ranking"):
         raise _BadSource(
             f"{at} is a ranking dataset (chosen and rejected answers); this version trains on answers only"
@@ -256,7 +315,7 @@ def _resolve_info_entry(info: Path, name: str | None, item: DatasetItem, rows: R
     if samples is not None and rows == RowRange():
         rows = RowRange(None, str(samples))
     if "file_name" in entry:
-        path = info.parent / str(entry["file_name"])
+        path = folder / str(entry["file_name"])
         if not path.exists():
             raise _BadSource(f"{at}: its file_name {path} does not exist")
         split = SPLIT.match(item.split or str(entry.get("split") or ""))

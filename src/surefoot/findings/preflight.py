@@ -296,7 +296,7 @@ PAGES = {
         "the run would be refused",
         "What `surefoot train` checks before it reads weights and data: the device, ranks and experts that do not "
         "divide, the model's files, output_dir.",
-        "The cause says what to change.",
+        "Change the setting or the file that the cause names, then start again.",
         ("hpcaitech/ColossalAI#5426",),
         severity="error",
     ),
@@ -320,5 +320,10 @@ PAGES = {
         "Turn persistence mode on (nvidia-smi -pm 1, or nvidia-persistenced): without it the driver starts anew for "
         "each process. If `nvidia-smi` hangs, read the kernel log for Xid, and reset the GPU or restart the machine.",
         ("NVIDIA/DCGM#303",),
+    ),
+    "SF747": Page(
+        "rows would be left out",
+        "One of the first 200 rows of a file cannot be trained on, and on_bad_row is skip.",
+        "Correct the rows, unless they are meant to be left out. `surefoot data` lists all of them.",
     ),
 }

@@ -8,14 +8,14 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from surefoot.config import LoadedConfig, RunConfig
-from surefoot.data.build_dataset import open_images, sources_of
+from surefoot.data.build_dataset import open_images
 from surefoot.data.conversation import BadRow, Conversation
 from surefoot.data.file_readers import stream_chunks
 from surefoot.data.model_processor import vision_class
 from surefoot.data.render import check_vocabulary
 from surefoot.data.renderer_source import TEXT_ONLY, RendererSource
 from surefoot.data.row_formats import Reader, format_of
-from surefoot.data.sources import Source, is_of_hub
+from surefoot.data.sources import Source, is_of_hub, sources_of
 from surefoot.data.template import ChatTemplate
 from surefoot.diagnostics.preflight.check import Check, NotApplicable, Result, fail, ok, run_check
 from surefoot.errors import DataError, SurefootError
@@ -51,7 +51,7 @@ def _check_first_rows(loaded: LoadedConfig) -> Result:
         template = open_template(run, tokenizer)
     except (SurefootError, NotApplicable) as error:
         no_template_reason = str(error)
-    skips_bad_rows = run.on_bad_row == "skip"
+    code, is_fatal = ("SF747", False) if run.on_bad_row == "skip" else ("SF743", True)
     images = []
     too_long: list[str] = []
     try:
@@ -66,9 +66,9 @@ def _check_first_rows(loaded: LoadedConfig) -> Result:
     except BadRow as error:
         fix = (
             "Correct the row, name its columns with `columns`, or give another chat_template. `surefoot data` lists "
-            "all such rows; on_bad_row: skip leaves them out."
+            "all such rows" + ("; on_bad_row: skip leaves them out." if is_fatal else ".")
         )
-        return fail("SF743", str(error), is_fatal=not skips_bad_rows, fix=fix, where=where)
+        return fail(code, str(error), is_fatal=is_fatal, fix=fix, where=where)
     except DataError as error:
         return fail("SF743", str(error), is_fatal=True, where=where)
     if too_long and run.truncation == "error":
@@ -81,11 +81,11 @@ def _check_first_rows(loaded: LoadedConfig) -> Result:
     summary = f"{num_with_images} of {len(images)} have images"
     if num_with_images and not is_vision_model:
         fix = "Take a model that reads images, or rows without."
-        return fail("SF743", f"{summary}; {TEXT_ONLY}", is_fatal=not skips_bad_rows, fix=fix, where=where)
+        return fail(code, f"{summary}; {TEXT_ONLY}", is_fatal=is_fatal, fix=fix, where=where)
     if num_with_images and template is not None:
         reader, reason = open_images(loaded, folder, config, tokenizer)
         if reader is None:
-            return fail("SF743", f"{summary}, and {reason}", is_fatal=not skips_bad_rows, where=where)
+            return fail(code, f"{summary}, and {reason}", is_fatal=is_fatal, where=where)
     if template is None:
         raise NotApplicable(f"{len(images)} are read, and not rendered: {no_template_reason}")
     if not num_with_images:

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from surefoot.config import LoadedConfig, vllm_settings
 from surefoot.config.resolve import resolve
-from surefoot.data.build_dataset import open_images
-from surefoot.data.sources import find_sources, is_of_hub
+from surefoot.data.build_dataset import check_sources, open_images
 from surefoot.diagnostics.preflight.check import Check, NotApplicable, Result, fail, ok, run_check
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.errors import ConfigError, SurefootError
@@ -61,9 +60,7 @@ def _check_run(loaded: LoadedConfig) -> Result:
 def _check_named_files(loaded: LoadedConfig) -> None:
     """Check that the files that the run reads exist, except those that are fetched. Raises: SurefootError."""
     run = loaded.run
-    for setting in ("dataset", "eval_dataset"):
-        items = [item for item in getattr(run, setting) or () if not is_of_hub(item)]
-        find_sources(items, loaded.where(setting))
+    check_sources(loaded)
     if run.init_adapter is not None:
         check_kind(load_adapter_files(Path(run.init_adapter))[0])
     method_of(run).check_files(loaded)
