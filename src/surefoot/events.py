@@ -224,6 +224,8 @@ class BatchDescribed:
     images: int = 0
     patches: int = 0
     """Number of patches that the vision tower reads."""
+    micro_batches: int = 0
+    """Number of forward passes, fillers included. Surefoot only."""
 
 
 @dataclass(frozen=True, slots=True)

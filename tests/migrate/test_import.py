@@ -123,7 +123,7 @@ def test_nothing_is_dropped_in_silence(tmp_path: Path, command: str, said: list[
 def test_a_run_may_take_ids_from_hugging_face(tmp_path: Path, before: str, is_noted: bool) -> None:
     run = import_file(tmp_path / "a.sh", f"{before}swift sft --model iic/m --dataset AI-ModelScope/d MS::a/b")
     assert {what for what, why in run.left_out.items() if "ModelScope" in why} == {
-        "dataset = MS::a/b", *(["model = iic/m", "dataset = AI-ModelScope/d"] if is_noted else [])
+        "dataset = MS::a/b", *(["the hub of model = iic/m", "dataset = AI-ModelScope/d"] if is_noted else [])
     }  # fmt: skip
     assert run.unknown == []
 
@@ -323,6 +323,16 @@ def test_a_constant_schedule_of_transformers_has_no_warm_up(tmp_path: Path) -> N
          {"shuffle": None, "train_on": "all"}, "train_on"),
         ("llamafactory-cli train --model_name_or_path m --dataset d", {"truncation": "drop"},
          "truncation"),
+        ("llamafactory-cli train --model_name_or_path m --dataset a,b --eval_dataset c --max_samples 100",
+         {"dataset": [{"path": "data/dataset_info.json", "name": name, "split": "[:100]"} for name in "ab"],
+          "eval_dataset": [{"path": "data/dataset_info.json", "name": "c", "split": "[:100]"}], "dataset_dir": None},
+         "truncation"),
+        ("llamafactory-cli train --model_name_or_path m --dataset d --max_samples many", {"dataset": "d"},
+         "max_samples = many"),
+        ("swift rlhf --rlhf_type grpo --model m --dataset d --external_plugins p.py --reward_funcs mine",
+         {"reward_funcs": None}, "external_plugins = p.py"),
+        ("trl grpo --model_name_or_path m --dataset_name d --reward_funcs accuracy_reward --use_vllm true "
+         "--vllm_mode colocate", {}, "vllm_mode = colocate"),
         ("CUDA_VISIBLE_DEVICES=0,1,2,3 llamafactory-cli train --model_name_or_path m --dataset d --template qwen2_vl",
          {"nproc_per_node": 4, "max_pixels": 589824}, "template = qwen2_vl"),
         ("swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs accuracy --use_vllm true --sleep_level 1",
@@ -366,7 +376,7 @@ def test_a_constant_schedule_of_transformers_has_no_warm_up(tmp_path: Path) -> N
         (f"{SWIFT} --target_modules q_proj,v_proj", {"target_modules": ["q_proj", "v_proj"]}, None),
         (f"{SWIFT} --model_author me", {}, "model_author = me"),
         ("swift sft --model iic/gte --dataset hf::a/b:c#5 AI-ModelScope/x",
-         {"dataset": [{"path": "a/b", "subset": "c", "split": "[:5]"}, "AI-ModelScope/x"]}, "model = iic/gte"),
+         {"dataset": [{"path": "a/b", "subset": "c", "split": "[:5]"}, "AI-ModelScope/x"]}, "the hub of model = iic/gte"),
         ("trl sft --model_name m --dataset_name d --dataset_config c --eval_strategy steps",
          {"model": "m", "dataset": [{"path": "d", "subset": "c"}],
           "eval_dataset": {"path": "d", "subset": "c", "split": "test"}}, None),
@@ -477,7 +487,7 @@ def test_what_another_program_means(words: str, settings: dict[str, Any], left_o
     if left_out is not None:
         assert left_out in map(subject, run.left_out)
     else:
-        told = ("top_k", "top_p", "save_steps", "vllm_mode", "the server at")
+        told = ("top_k", "top_p", "save_steps", "vllm_mode", "the server at", "the hub of")
         others = [what for what in run.left_out if subject(what) not in known_fields()]
         assert not [what for what in others if not what.startswith(told)]
     assert run.unknown == []

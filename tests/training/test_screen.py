@@ -2,13 +2,24 @@
 
 import io
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import surefoot
-from surefoot.events import Evaluated, FindingMade, Heartbeat, Notice, PhaseBegan, PhaseEnded, RunStarted, StepEnded
+from surefoot.events import (
+    BatchDescribed,
+    Evaluated,
+    FindingMade,
+    Heartbeat,
+    Notice,
+    PhaseBegan,
+    PhaseEnded,
+    RunStarted,
+    StepEnded,
+)
 from surefoot.findings import Finding
 from surefoot.training.screen import LogFile, Screen
 
@@ -96,6 +107,27 @@ def test_other_lines_take_the_place_of_the_line_that_is_rewritten() -> None:
     ]
     assert shown[3:] == [""]
     assert "loading the model" in terminal.getvalue()
+
+
+def test_a_first_step_that_runs_is_shown() -> None:
+    terminal = Terminal()
+    screen = Screen(1, terminal)
+    batch = BatchDescribed(0, 1, 900, 90, 4, 0, micro_batches=2)
+    for event in (
+        STARTED,
+        batch,
+        PhaseBegan(0, 1, "forward"),
+        PhaseEnded(0, 1, "forward"),
+        PhaseBegan(0, 1, "forward"),
+    ):
+        screen.observe(event)
+    assert terminal.lines()[-1] == "step 1 is running, part 2 of 2 (900 tokens, 0:00) ..."
+    screen.observe(step(1))
+    after = terminal.lines()[-1]
+    for event in (replace(batch, step=2), PhaseBegan(0, 2, "forward")):
+        screen.observe(event)
+    assert terminal.lines()[-1] == after
+    assert "step 1/200" in after
 
 
 def test_elsewhere_each_step_is_a_whole_line() -> None:

@@ -1,6 +1,7 @@
 """Conversion of another program's run to a run.yaml, with the settings that were left out and the findings."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 from surefoot.config.aliases import NOT_HERE
@@ -8,7 +9,16 @@ from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
 from surefoot.config.methods import known_fields
 from surefoot.errors import ConfigError
 from surefoot.migrate.drop_invalid import drop_invalid_settings
-from surefoot.migrate.field_map import TRACKERS, as_list, can_be_null, is_null, map_rewards, map_setting, system_file
+from surefoot.migrate.field_map import (
+    TRACKERS,
+    as_list,
+    can_be_null,
+    is_null,
+    map_rewards,
+    map_setting,
+    parse_number,
+    system_file,
+)
 from surefoot.migrate.imported_run import PATHS, ImportedRun
 from surefoot.migrate.lint import lint
 from surefoot.migrate.parsed_run import ParsedRun
@@ -24,7 +34,7 @@ from surefoot.migrate.peer_tables import (
 )
 from surefoot.migrate.rollout_engine import choose_rollout_engine
 from surefoot.migrate.sharding import check_deepspeed_config, read_deepspeed_settings
-from surefoot.migrate.sources import MODELSCOPE_MODEL_NOTE, is_modelscope_id, list_axolotl_left_out, list_swift_left_out
+from surefoot.migrate.sources import list_axolotl_left_out, list_swift_left_out, note_hub_of_model
 from surefoot.migrate.trained_modules import choose_trained_modules, leave_out_expert_dropout, note_routers
 
 VARIABLES = {
@@ -67,6 +77,7 @@ def convert(run: ParsedRun) -> ImportedRun:
     for name, value in collect_defaults(imported).items():
         imported.settings.setdefault(name, (value, f"default of {run.program}"))
     note_peer_defaults(imported)
+    _carry_max_samples(imported)
     choose_trained_modules(imported)
     leave_out_expert_dropout(imported)
     note_routers(imported)
@@ -120,7 +131,8 @@ def _carry_setting(imported: ImportedRun, name: str, value: Any) -> None:
         names = [str(reward) for reward in as_list(value)]
         rewards, unmapped = map_rewards(run.program, names, as_list(run.settings.get("reward_weights") or []))
         imported.settings |= {name: (rewards, origin)} if rewards else {}
-        left_out |= {f"{name} = {reward}": "your own function: name it as file.py:function" for reward in unmapped}
+        file = run.settings.get("external_plugins", "file.py")
+        left_out |= {f"{name} = {reward}": f"your own function: name it as {file}:FUNCTION" for reward in unmapped}
         return
     left_out |= _list_left_out_parts(run, name, value, peer_setting)
     settings = map_setting(run, name, value)
@@ -150,8 +162,9 @@ def _list_left_out_parts(run: ParsedRun, name: str, value: Any, peer_setting: st
     if name == "max_length" and run.program == "TRL" and is_null(value):
         why = "a limit always applies here, 2048 tokens by default: a longer row stops the run, and no row is truncated"
         return {peer_setting: why}
-    if name in ("model", "model_id_or_path") and is_modelscope_id(str(value)) and not _uses_huggingface(run):
-        return {peer_setting: MODELSCOPE_MODEL_NOTE}
+    if name in ("model", "model_id_or_path") and run.program == "ms-swift" and not _uses_huggingface(run):
+        note = note_hub_of_model(run, str(value))
+        return {f"the hub of {peer_setting}": note} if note is not None else {}
     if name == "system" and (path := system_file(run, value)) is not None and not path.is_file():
         return {peer_setting: "there is no such file here; give the text that it holds as system"}
     if name == "report_to":
@@ -236,6 +249,22 @@ def _choose_eval_dataset(imported: ImportedRun) -> None:
         imported.settings["dataset"] = ([make_source(train)], origin)
     if strategies and not imported.has_evaluation:
         imported.settings["eval_dataset"] = (make_source(test or "test"), f"dataset_test_split of {run.program}")
+
+
+def _carry_max_samples(imported: ImportedRun) -> None:
+    """Carry LLaMA-Factory's max_samples, the number of first rows that are read of each source, as their split."""
+    count = parse_number(imported.source.settings.get("max_samples"))
+    if imported.source.program != "LLaMA-Factory" or not isinstance(count, int):
+        return
+    folder = imported.settings.pop("dataset_dir", (None, ""))[0]
+    for setting in ("dataset", "eval_dataset"):
+        if setting not in imported.settings:
+            continue
+        value, origin = imported.settings[setting]
+        names = [name.strip() for part in as_list(value) for name in str(part).split(",")]
+        file = str(Path(folder, "dataset_info.json")) if folder is not None else None
+        items = [{"path": file, "name": name} if file is not None else {"path": name} for name in names]
+        imported.settings[setting] = ([{**item, "split": f"[:{count}]"} for item in items], f"{origin}, max_samples")
 
 
 def _leave_out_redundant_evaluation(imported: ImportedRun) -> None:

@@ -143,6 +143,8 @@ def _map_data(run: ParsedRun, name: str, value: Any) -> MappedSettings:
         return {} if value == role else {"columns": {role: value}}
     if name == "dataset_dir" and not str(value).upper().startswith(("ONLINE", "REMOTE:")):
         return {"dataset_dir": str(value)}
+    if name == "max_samples" and run.program == "LLaMA-Factory" and isinstance(parse_number(value), int):
+        return {}  # carried as the split of each source
     if name == "dataset_dir":
         return {} if str(value).upper() == "ONLINE" else None
     if (

@@ -209,6 +209,7 @@ UNSUPPORTED = _index_by_name({
     "plugins of axolotl are not run": "plugins",
     "a loss that jumps or is not finite is reported as a finding (SF4..), without a threshold":
         "loss_watchdog_threshold loss_watchdog_patience",
+    "name its functions in reward_funcs as file.py:FUNCTION; docs/grpo.md shows what they receive": "external_plugins",
     "no predictions are made after training: try the model with `surefoot chat`": "do_predict",
 })  # fmt: skip
 """Peer setting that may change the run -> why it is left out."""
@@ -225,7 +226,7 @@ VLLM_OPTIONS = {
 VLLM_FLAGS = {"vllm_enforce_eager": "enforce-eager", "vllm_enable_prefix_caching": "enable-prefix-caching"}
 
 UNSUPPORTED_GRPO = frozenset(
-    "reward_model repetition_penalty external_plugins use_vllm num_infer_workers "
+    "reward_model repetition_penalty use_vllm num_infer_workers "
     "offload_model offload_optimizer gc_collect_after_offload move_model_batches async_generate "
     "tensor_parallel_size ref_model log_entropy".split()
 )

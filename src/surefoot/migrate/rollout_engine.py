@@ -11,6 +11,12 @@ from surefoot.migrate.peer_tables import VLLM_FLAGS, VLLM_OPTIONS
 ADDRESS_SETTINGS = ("vllm_server_host", "vllm_server_port")
 """Peer settings with the address of a server that was started elsewhere."""
 
+COLOCATED = (
+    "the run starts one vLLM server for all ranks, beside them on their GPUs. vllm_sleep: true lets it release its "
+    "memory between rollouts; vllm_devices gives it GPUs of its own"
+)
+"""What becomes of a vLLM engine inside each rank."""
+
 
 def choose_rollout_engine(imported: ImportedRun) -> None:
     """Set `vllm_server` for a server started elsewhere, or `vllm_args` for the server that this run starts."""
@@ -22,6 +28,8 @@ def choose_rollout_engine(imported: ImportedRun) -> None:
             _set_server_address(imported, address_setting or "vllm_mode")
         else:
             _set_server_arguments(imported)
+        if mode == "colocate":
+            imported.left_out["vllm_mode = colocate"] = COLOCATED
     if "vllm_server" in imported.settings:
         imported.left_out[f"the server at {imported.get_value('vllm_server')}"] = (
             "it must be `vllm serve`, started as docs/grpo.md shows: `swift rollout` and `trl vllm-serve` have other "

@@ -119,7 +119,7 @@ def check_deepspeed_config(imported: ImportedRun) -> None:
         stage = STAGE_NAME.search(file_name)
         if stage is not None:
             imported.settings.setdefault("zero_stage", (int(stage[1]), f"the name of {file_name}"))
-            why += f", and zero_stage is {stage[1]} by its name"
+            why = f"there is no such file in {run.base}: zero_stage is {stage[1]} by its name, the rest is unknown"
         if "offload" in value.lower() and not NO_OFFLOAD.search(value):
             imported.settings.setdefault("offload", ("cpu", f"the name of {file_name}"))
         imported.left_out[f"{key} = {value}"] = why

@@ -3,7 +3,8 @@
 import re
 from typing import Any
 
-from surefoot.migrate.parsed_run import ParsedRun
+from surefoot.config.schema import HUB_ID
+from surefoot.migrate.parsed_run import ParsedRun, resolve_path
 
 AXOLOTL_FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "chat_template": None, "completion": "text"}
 SWIFT_SOURCE = re.compile(r"^(?:(HF|MS|hf|ms)::)?(?:([\w.-]+/[\w.-]+):([\w./-]+?)|(.+?))(?:#(\d+))?$")
@@ -11,13 +12,23 @@ SWIFT_SOURCE = re.compile(r"^(?:(HF|MS|hf|ms)::)?(?:([\w.-]+/[\w.-]+):([\w./-]+?
 
 
 MODELSCOPE_NOTE = "this is an id of ModelScope, but ids of data here are those of huggingface.co"
-MODELSCOPE_MODEL_NOTE = "this is an id of ModelScope: write modelscope:ID, or set USE_MODELSCOPE=1"
+MODELSCOPE_MODEL_NOTE = (
+    "ms-swift fetches it from ModelScope unless USE_HF=1 is set, Surefoot from huggingface.co: write modelscope:{} to "
+    "fetch it from ModelScope, with the package modelscope"
+)
 MODELSCOPE_OWNERS = ("AI-ModelScope/", "LLM-Research/", "ZhipuAI/", "damo/", "iic/", "modelscope/", "swift/")
 """Owners on ModelScope whose models are missing or different on huggingface.co."""
 
 
 def is_modelscope_id(name: str) -> bool:
     return name.startswith(MODELSCOPE_OWNERS)
+
+
+def note_hub_of_model(run: ParsedRun, model: str) -> str | None:
+    """Return the note on a model of ms-swift that is fetched from another hub here; None for a folder."""
+    if not HUB_ID.match(model) or resolve_path(run.base, model).exists():
+        return None
+    return MODELSCOPE_MODEL_NOTE.format(model)
 
 
 def check_entries(run: ParsedRun, name: str, value: Any) -> list[dict[str, Any]]:

@@ -170,6 +170,7 @@ def _describe_batch(loop: LoopContext, step: int, batches: Sequence[MicroBatch])
         fillers=len(batches) - len(real),
         images=sum(vision.num_images for vision in visions),
         patches=sum(vision.num_patches for vision in visions),
+        micro_batches=len(batches),
     )
 
 

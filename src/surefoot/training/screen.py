@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress_bar import ProgressBar
 
 from surefoot.events import (
+    BatchDescribed,
     CheckpointSaved,
     DataCounted,
     Evaluated,
@@ -59,6 +60,10 @@ class Screen:
         self._began = time.perf_counter()
         self._first_step = 1
         self._has_started = False
+        self._running: BatchDescribed | None = None
+        """The batch of the first step until that step ends: it may take minutes, and later ones take as long."""
+        self._num_forwards = 0
+        """Number of forward passes of the first step so far."""
         self._last_line = self._phase_began = self._began
 
     def observe(self, event: Event) -> None:
@@ -68,12 +73,14 @@ class Screen:
             self._phase_began = time.perf_counter()
             if self._is_live and not self._has_started and event.phase in STARTING:
                 self._write(STARTING[event.phase][: self._console.width - 1], end="")
+            if event.phase == "forward" and self._running is not None:
+                self._show_first_step(self._running)
         elif isinstance(event, PhaseEnded):
             if self._verbosity == "verbose" and event.phase in OUTSIDE_OF_TRAINING:
                 self._write_line(f"{event.phase}: {time.perf_counter() - self._phase_began:.1f} s")
         elif isinstance(event, Heartbeat):
             if event.text:
-                self._show_preparation(event)
+                self._show_passing(event.text)
         elif isinstance(event, DataCounted):
             rows = ", ".join(f"{count} {name}" for name, count in event.rows.items())
             held_out = f"; {event.held_out} held out for evaluation" if event.held_out is not None else ""
@@ -83,8 +90,12 @@ class Screen:
             self._began, self._first_step, self._has_started = time.perf_counter(), event.first_step, True
             self._write_line(_describe_run(event.config))
             self._write_line(_describe_size(event))
-        elif isinstance(event, StepEnded) and event.is_logged(self._every):
-            self._write(self._format_progress(event), end="\n" if event.is_last or not self._is_live else "")
+        elif isinstance(event, BatchDescribed):
+            self._running = event if event.step == self._first_step else None
+        elif isinstance(event, StepEnded):
+            self._running = None
+            if event.is_logged(self._every):
+                self._write(self._format_progress(event), end="\n" if event.is_last or not self._is_live else "")
         elif isinstance(event, Evaluated):
             first = next(iter(event.metrics), None)
             name = next((metric for metric in ("eval_loss", "eval_reward") if metric in event.metrics), first)
@@ -101,13 +112,19 @@ class Screen:
         if self._is_live:
             self._write("", end="")
 
-    def _show_preparation(self, event: Heartbeat) -> None:
+    def _show_first_step(self, batch: BatchDescribed) -> None:
+        self._num_forwards += 1
+        part = f", part {self._num_forwards} of {batch.micro_batches}" if batch.micro_batches > 1 else ""
+        elapsed = format_time_left(time.perf_counter() - self._began)
+        self._show_passing(f"step {batch.step} is running{part} ({batch.tokens} tokens, {elapsed}) ...")
+
+    def _show_passing(self, text: str) -> None:
         """Show progress in place on a terminal; elsewhere write a line every few seconds, none if it is quick."""
         now = time.perf_counter()
         if self._is_live:
-            self._write(event.text[: self._console.width - 1], end="")
+            self._write(text[: self._console.width - 1], end="")
         elif now - self._last_line > LINE_EVERY_S:
-            self._write_line(event.text)
+            self._write_line(text)
             self._last_line = now
 
     def _format_progress(self, event: StepEnded) -> str:
