@@ -433,6 +433,27 @@ def test_python_m_surefoot_imports_no_file_of_the_current_folder(tmp_path: Path)
     assert not (tmp_path / "was_imported").exists()
 
 
+def test_a_command_that_is_ended_by_a_signal_leaves_no_part_of_what_it_wrote(tmp_path: Path) -> None:
+    code = """
+import os, signal, sys, surefoot.cli
+from pathlib import Path
+from surefoot.system.atomic_io import new_folder
+
+def export(*_arguments, **_options):
+    with new_folder(Path("merged")) as folder:
+        (folder / "part").write_text("x")
+        os.kill(os.getpid(), signal.SIGTERM)
+        return folder
+
+surefoot.export = export
+sys.argv = ["surefoot", "export", "run", "merged"]
+sys.exit(surefoot.cli.main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "interrupted\n")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "suggestion"),
     [

@@ -61,11 +61,15 @@ def test_files_beside_the_model_are_not_its_weights(tmp_path: Path, model_folder
     assert [path.name for path in sources.weight_files(tmp_path / "m")] == ["model.safetensors"]
 
 
-def test_a_missing_folder_and_a_hub_that_does_not_answer(tmp_path: Path) -> None:
+def test_a_missing_folder_and_a_hub_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match="model=.*/none: "):
         resolve_model(str(tmp_path / "none"))
-    with pytest.raises(ModelError, match="model=nobody/nothing: .*hub"):
+    with pytest.raises(ModelError, match="model nobody/nothing: .*hub"):
         resolve_model("nobody/nothing")
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match=r"\(did you mean runs/first\?\)"):
+        resolve_model("runs/frist")
 
 
 def test_package_sources_are_pinned_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

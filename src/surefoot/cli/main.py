@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import surefoot
 from surefoot.cli.model_verbs import add_model_verbs
 from surefoot.cli.output import Parser
-from surefoot.cli.run_verbs import add_run_verbs, run_train
+from surefoot.cli.run_verbs import add_run_verbs
 from surefoot.cli.watching_verbs import add_watching_verbs
 from surefoot.launch.run_verb import DONE, run_verb
 from surefoot.system.console import protect_streams, report_lost_output
@@ -40,7 +40,7 @@ def _run_command(arguments: Sequence[str] | None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(extra)}{f'; did you mean {near[0]}?' if near else hint}")
     if extra:  # key=value after an option, and --key=value
         parsed.overrides += extra
-    with own_stop_signals() if arguments is None and parsed.verb is run_train else nullcontext():
+    with own_stop_signals() if arguments is None else nullcontext():
         return run_verb(lambda: parsed.verb(parsed) or DONE)
 
 

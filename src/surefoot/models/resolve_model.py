@@ -3,6 +3,7 @@
 Independent of training. Remote code in a model's repository is never run.
 """
 
+import difflib
 import hashlib
 import json
 import os
@@ -230,10 +231,18 @@ def _fetch_from_hub(repository: str, where: str, weights: bool) -> Path:
         raise
     except Exception as error:  # the hub client raises many unrelated types; each becomes one message with its cause
         raise ModelError(
-            f"model={repository}: there is no folder of that name here, and the hub did not give it: "
-            f"{one_line(error)}. Check the spelling, the network and your hub "
-            f"token, or give a local folder ({where})."
+            f"model {repository}: there is no folder of that name here{_suggest_near(repository)}, and the hub did not "
+            f"give it: {one_line(error)}. Check the spelling, the network and your hub token, or give a local folder "
+            f"({where})."
         ) from error
+
+
+def _suggest_near(source: str) -> str:
+    """Return a suggestion to add to an error if a folder here has nearly the name of a source, else an empty text."""
+    path = Path(source)
+    names = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f" (did you mean {path.parent / near[0]}?)" if near else ""
 
 
 def longest_context(text: Mapping[str, Any]) -> int | None:
