@@ -55,6 +55,12 @@ def test_callbacks_are_called_with_each_event(settings: dict[str, Any]) -> None:
         surefoot.train(settings, screen=False, callbacks=[events.append], nproc_per_node=2, overwrite_output_dir=True)
 
 
+def test_a_run_leaves_its_report(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SUREFOOT_SUPERVISED")
+    result = surefoot.train(settings, screen=False, report=True)
+    assert (result.run_folder / "report.html").is_file()
+
+
 def test_findings_of_the_supervisor_are_in_the_result(settings: dict[str, Any]) -> None:
     """It writes them down while the run goes on; each is in the result and in summary.json once."""
     log, late = FindingLog(Path(settings["output_dir"])), Finding("SF302", "it waits", {"rank": 0})

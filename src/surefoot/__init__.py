@@ -93,9 +93,15 @@ def train_loaded(
             rank = launcher_number("RANK")
             watching = rank_observers(loaded.run.run_folder, rank) if loaded.run.health else []
             result = run(loaded, [*watching, *map(CallbackObserver, callbacks)], screen=screen)
+    from surefoot.launch.final_report import write_final_report
+    from surefoot.launch.sidecar import is_supervised
     from surefoot.training.run_summary import add_reported_findings
 
-    return result if launcher_number("RANK") else add_reported_findings(result, began_s)
+    if launcher_number("RANK"):
+        return result
+    if not is_supervised():
+        write_final_report(loaded.run)
+    return add_reported_findings(result, began_s)
 
 
 def _supervise_run(loaded: "LoadedConfig") -> AbstractContextManager[None]:

@@ -134,7 +134,7 @@ def test_weights_of_rows_win_over_what_is_trained_on(
 def test_bad_rows_stop_the_run_or_are_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [talk("one"), {"messages": []}, talk("two"), {"instruction": "a", "output": "b"}]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
-    with pytest.raises(DataError, match=r"a\.jsonl:2: 'messages' .*\b1 .* 4 rows .*on_bad_row: skip \(run\.yaml:2\)"):
+    with pytest.raises(DataError, match=r"a\.jsonl:2: 'messages' .*\b2 .* 4 rows .*on_bad_row: skip \(run\.yaml:2\)"):
         prepared(path, tokenizer)
     dataset = prepared(path, tokenizer, skip_bad_rows=True)
     assert dataset.counts() == Counts(4, 2, 0, 2)

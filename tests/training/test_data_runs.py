@@ -1,6 +1,7 @@
 """Whole runs and `surefoot data` on data of all kinds: what is trained is what is shown."""
 
 import gzip
+import itertools
 import json
 import re
 import signal
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import surefoot
 from surefoot.data import prepare_pool, sampler
+from surefoot.data.inspect import as_text
 from surefoot.errors import DataError
 from surefoot.events import DataCounted, Event, StepEnded
 from tests.models.architectures import tiny_model
@@ -228,6 +230,24 @@ def test_a_cut_sample_is_shown_as_it_is_cut(
         assert "".join(text for text, _ in sample.trained_text) == sample.text
     assert report.counts.truncated > 20
     assert any(finding.code == "SF506" for finding in report.findings)
+
+
+def test_bad_rows_of_one_kind_are_listed_together(settings: dict[str, Any], tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "robot", "content": "a"}]}] * 3 + [{"messages": []}, *counting_rows(8)]
+    path = write_jsonl(tmp_path / "some.jsonl", rows)
+    report = surefoot.describe_data(settings, dataset=str(path), show=0, on_bad_row="skip")
+    lines = as_text(report, color=False).splitlines()
+    at = lines.index("skipped rows (4):")
+    assert [line.split(":")[0].strip() for line in lines[at + 1 : at + 4]] == ["some.jsonl", "the same", "some.jsonl"]
+    assert lines[at + 2] == "    the same: some.jsonl:2, some.jsonl:3"
+
+
+def test_lengths_are_counted_in_whole_tokens(settings: dict[str, Any]) -> None:
+    report = surefoot.describe_data(settings, show=0)
+    bins = report.histogram
+    assert (bins[0][0], bins[-1][1]) == (report.lengths["min"], report.lengths["max"])
+    assert all(later[0] == earlier[1] + 1 for earlier, later in itertools.pairwise(bins))
+    assert sum(count for *_, count in bins) == report.counts.trained
 
 
 def test_data_that_cannot_be_trained_are_named_and_end_with_status_2(settings: dict[str, Any], tmp_path: Path) -> None:

@@ -310,9 +310,10 @@ class Dataset:
             advice = "So it is with every row with images: on_bad_row: skip would leave all of them out"
         elif len(problems) == ref.num_rows > 1:
             where = " and image_dir" if "image" in reason else ""
-            advice = f"No row around it can be used: look at chat_template, dataset_format, columns{where}"
+            settings = f"chat_template, dataset_format, columns{where}"
+            advice = f"None of the {ref.num_rows} rows read here can be used: look at {settings}"
         elif len(problems) > 1:
-            advice = f"{len(problems) - 1} more of the {ref.num_rows} rows around it are bad. {advice}"
+            advice = f"{len(problems)} of the {ref.num_rows} rows read here are bad. {advice}"
         end = "" if reason.endswith(("?", ".")) else "."
         return f"{self._locate(ref, line)}: {reason}{end} {advice} ({self._where})."
 

@@ -51,7 +51,7 @@ class DataReport:
     images: dict[str, int]
     """Number of images and tokens per image; empty without images."""
     histogram: list[tuple[int, int, int]]
-    """Bins of the lengths: (from, to, samples)."""
+    """Bins of the lengths, in tokens: (from, to, samples), both ends included."""
     skipped: list[tuple[str, str]]
     """(place, reason) of the first skipped rows."""
     findings: list[Finding]
@@ -142,9 +142,10 @@ def _summarize(lengths: Any) -> dict[str, int]:
 def _build_histogram(lengths: Any) -> list[tuple[int, int, int]]:
     if not len(lengths):
         return []
-    bins = min(HISTOGRAM_BINS, int(lengths.max() - lengths.min()) + 1)
-    counts, edges = np.histogram(lengths, bins)
-    return [(round(low), round(high), int(n)) for low, high, n in zip(edges, edges[1:], counts, strict=False)]
+    least, most = int(lengths.min()), int(lengths.max())
+    width = -(-(most - least + 1) // HISTOGRAM_BINS)
+    counts = np.bincount((lengths - least) // width)
+    return [(low, min(low + width - 1, most), int(counts[n])) for n, low in enumerate(range(least, most + 1, width))]
 
 
 def _render_samples(dataset: Dataset) -> Iterator[ShownSample]:
@@ -207,7 +208,12 @@ def as_text(report: DataReport, *, color: bool) -> str:
             lines.append(f"  {low:>6} - {high:<6} {'#' * max(round(40 * count / most), 1 if count else 0):<40} {count}")
     if report.skipped:
         lines.append(f"skipped rows ({counts.skipped}):")
-        lines += [f"  {place}: {reason}" for place, reason in report.skipped]
+        places: dict[str, list[str]] = {}
+        for place, reason in report.skipped:
+            places.setdefault(reason, []).append(place)
+        for reason, (first, *others) in places.items():
+            lines.append(f"  {first}: {reason}")
+            lines += [f"    the same: {', '.join(others)}"] if others else []
         if counts.skipped > len(report.skipped):
             lines.append(f"  ... and {counts.skipped - len(report.skipped)} more")
     lines += [finding.as_text() for finding in report.findings]

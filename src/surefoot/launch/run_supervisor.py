@@ -19,15 +19,14 @@ from surefoot.diagnostics.monitor.explain import explain_death, history_since
 from surefoot.diagnostics.monitor.supervisor import GONE_S
 from surefoot.errors import InputError, StoppedOnFinding
 from surefoot.findings import Finding
+from surefoot.launch.final_report import write_final_report
 from surefoot.launch.run_verb import CRASHED, DONE, FAILED
 from surefoot.launch.sidecar import SUPERVISED
 from surefoot.launch.watcher import POLL_S, Watcher, WatchSpec, add_restart, start_module, was_written_since
 from surefoot.system import cgroup
 from surefoot.system.console import say
-from surefoot.system.process import PYTHON, describe_end, restore_handlers, stop_signals, was_for_memory
-from surefoot.training.run_summary import METRICS, SUMMARY, FindingLog, read_result, write_end
-
-REPORT_WITHIN_S = 120.0
+from surefoot.system.process import describe_end, restore_handlers, stop_signals, was_for_memory
+from surefoot.training.run_summary import SUMMARY, FindingLog, read_result, write_end
 
 
 def train_supervised(loaded: LoadedConfig, *, as_json: bool) -> int:
@@ -55,7 +54,7 @@ def train_supervised(loaded: LoadedConfig, *, as_json: bool) -> int:
     try:
         return _write_end(run, attempt, status, findings, began_s)
     finally:
-        _write_report(run)
+        write_final_report(run)
         if attempt.was_stopped:
             say(findings[-1].as_text())  # repeated, so that the cause is the last line
 
@@ -75,24 +74,6 @@ def _write_end(run: RunConfig, attempt: "_Attempt", status: int, findings: list[
 def _has_died(status: int) -> bool:
     """Return whether an exit status is that of a process that was killed or crashed, or left without a report."""
     return status not in (DONE, FAILED, InputError.exit_status, StoppedOnFinding.exit_status)
-
-
-def _write_report(run: RunConfig) -> None:
-    """Write report.html of a run that took steps, in another process: a plotting library is larger than this one.
-
-    A failure is reported and ends nothing.
-    """
-    metrics = run.run_folder / METRICS
-    if not run.report or not metrics.is_file() or not metrics.stat().st_size:
-        return
-    command = [*PYTHON, "-m", "surefoot", "report", str(run.run_folder)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=REPORT_WITHIN_S)
-    except subprocess.TimeoutExpired:
-        say(f"report.html was not written within {REPORT_WITHIN_S:.0f} s")
-        return
-    if done.returncode != 0:
-        say(f"report.html was not written: {done.stderr.strip()}")
 
 
 class _Attempt:

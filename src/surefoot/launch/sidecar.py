@@ -40,10 +40,15 @@ LAST_WORDS_S = 2.0
 LEAVE_WITHIN_S = 5.0
 
 
+def is_supervised() -> bool:
+    """Return whether a process watches this run and writes its report."""
+    return SUPERVISED in os.environ
+
+
 @contextmanager
 def watched(spec: WatchSpec) -> Iterator[None]:
     """Watch the ranks of this machine from a sidecar unless a process does already; call it in a rank or its parent."""
-    if SUPERVISED in os.environ:
+    if is_supervised():
         yield
         return
     os.environ[SUPERVISED] = str(os.getpid())

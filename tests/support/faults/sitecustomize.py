@@ -85,6 +85,6 @@ if rank and (own_rank == rank or (is_cut and "RANK" in os.environ)) and not (fil
         "step": (step, "_sum_of_squares"),
         "save": (async_checkpoint, "sha256_of"),
         "meet": (process_group, "rendezvous"),
-        "experts": (experts, "_select_gate"),
+        "experts": (experts, "select_gate"),
     }
     before(*places[when.split("@")[1]])
