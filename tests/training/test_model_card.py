@@ -25,8 +25,7 @@ def test_a_card_is_written_and_its_code_loads_the_model(settings: dict[str, Any]
     assert f"| eval_loss | {result.evaluation['eval_loss']:.4f} |" in card
     assert str(Path(settings["model"]).parent) not in card, "folders of this machine are not told"
     code = card.split("```python\n")[1].split("```")[0]
-    base = Path(settings["model"]).name
-    code = code.replace("THIS_FOLDER", str(result.artifact)).replace(f'"{base}"', f'"{settings["model"]}"')
+    code = code.replace("THIS_FOLDER", str(result.artifact)).replace("FOLDER_OF_THE_BASE_MODEL", settings["model"])
     names: dict[str, Any] = {}
     exec(code, names)
     assert names["model"](torch.tensor([[1, 2]])).logits.isfinite().all()
@@ -39,9 +38,11 @@ def test_names_of_the_hub_are_linked(settings: dict[str, Any]) -> None:
     result = surefoot.train(settings, screen=False, max_steps=1)
     config = yaml.safe_load((result.run_folder / "run.yaml").read_text(encoding="utf-8"))
     config |= {"model": "Qwen/Qwen3-8B", "dataset": [{"path": "org/rows"}, {"path": "/data/own.jsonl"}]}
-    card = make_card(config, result.as_dict())
+    card = make_card(config, result.as_dict(), has_images=True)
     header = yaml.safe_load(card.split("---")[1])
     assert (header["base_model"], header["datasets"]) == ("Qwen/Qwen3-8B", ["org/rows"])
+    assert header["pipeline_tag"] == "image-text-to-text"
+    assert 'AutoModelForImageTextToText.from_pretrained("Qwen/Qwen3-8B")' in card
     assert "| data | org/rows, own.jsonl |" in card
 
 

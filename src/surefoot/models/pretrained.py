@@ -188,6 +188,11 @@ def model_class(folder: Path, config: PreTrainedConfig) -> type[PreTrainedModel]
     raise ModelError(f"{folder}: model_type={config.model_type} has no language model in transformers.")
 
 
+def is_image_text_model(config: PreTrainedConfig) -> bool:
+    """Return whether AutoModelForImageTextToText opens a model, and not AutoModelForCausalLM."""
+    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+
 def meta_model(folder: Path) -> PreTrainedModel:
     """Return the model of a folder without storage: its modules, names and shapes."""
     config = load_config(folder)

@@ -23,7 +23,7 @@ from surefoot.models.build import load_tokenizer, meta_model, trainable_paramete
 from surefoot.models.dtensor_blocks import load_full
 from surefoot.models.export import in_layers, merge_adapter, name_ends, untrained_names, write_model
 from surefoot.models.lora import LoraSettings, lora_settings
-from surefoot.models.pretrained import drop_processor_templates
+from surefoot.models.pretrained import drop_processor_templates, is_image_text_model, load_config
 from surefoot.models.quantization.released import find_quantization
 from surefoot.models.resolve_model import folder_here, resolve_model
 from surefoot.models.stored_layout import StoredLayout
@@ -53,7 +53,6 @@ def export(run: Path, target: Path, *, merge: bool, step: int | None, emit: Emit
                 f"{run} is an adapter folder, which has no steps. Give the run folder to export step {step}."
             )
         return _merge_or_copy(run, target, merge, emit)
-    card = _make_card(run) if merge else None
     config = read_run_config(run)
     settings = lora_settings(config)
     if settings is None and merge:
@@ -62,7 +61,7 @@ def export(run: Path, target: Path, *, merge: bool, step: int | None, emit: Emit
         _note_quantization(folder_here(config.model), emit)
     finished = run / ("adapter" if settings else "model")
     if step is None and finished.is_dir():
-        return _merge_or_copy(finished, target, merge, emit, card)
+        return _merge_or_copy(finished, target, merge, emit, run)
     checkpoint = _find_checkpoint(run, step)
     if not finished.is_dir():
         LOGGER.warning("%s is not complete: written from its checkpoint of %s", run, _describe_step(checkpoint, config))
@@ -89,16 +88,18 @@ def export(run: Path, target: Path, *, merge: bool, step: int | None, emit: Emit
     if not merge:
         return adapter
     try:
-        return _merge_into_base(base, adapter, target, emit, card)
+        return _merge_into_base(base, adapter, target, emit, run)
     finally:
         shutil.rmtree(adapter)
 
 
-def _make_card(run: Path) -> str | None:
+def _make_card(run: Path, base: Path) -> str | None:
     """Return the card of a run's model with the adapter merged in; None before the run has ended."""
     result = read_result(run)
-    config = read_run_config(run).model_dump(mode="json")
-    return make_card(config, result.as_dict(), is_merged=True) if result is not None else None
+    if result is None:
+        return None
+    config, has_images = read_run_config(run).model_dump(mode="json"), is_image_text_model(load_config(base))
+    return make_card(config, result.as_dict(), has_images=has_images, is_merged=True)
 
 
 def find_artifact(folder: Path) -> Path:
@@ -119,7 +120,8 @@ def _note_quantization(base: Path | None, emit: Emit) -> None:
         emit(Notice(quantization.describe_export()))
 
 
-def _merge_or_copy(finished: Path, target: Path, merge: bool, emit: Emit, card: str | None = None) -> Path:
+def _merge_or_copy(finished: Path, target: Path, merge: bool, emit: Emit, run: Path | None = None) -> Path:
+    """`run`: the folder of the run that wrote `finished`, for the card of a merged model."""
     if not merge:
         if (finished / CONFIG).is_file():
             load_adapter_files(finished)  # a damaged one is not passed on
@@ -129,7 +131,7 @@ def _merge_or_copy(finished: Path, target: Path, merge: bool, emit: Emit, card: 
             shutil.copytree(finished, folder, dirs_exist_ok=True, ignore=_list_special_files)
         return target
     base = resolve_model(find_base(finished), f"{finished}/{CONFIG}")
-    return _merge_into_base(base, finished, target, emit, card)
+    return _merge_into_base(base, finished, target, emit, run)
 
 
 def find_base(adapter: Path) -> str:
@@ -145,9 +147,10 @@ def _list_special_files(folder: str, names: list[str]) -> list[str]:
     return [name for name in names if not Path(folder, name).is_file() and not Path(folder, name).is_dir()]
 
 
-def _merge_into_base(base: Path, adapter: Path, target: Path, emit: Emit, card: str | None) -> Path:
-    """Write the base with the adapter merged in, the chat template of the adapter's training, and a card if given."""
+def _merge_into_base(base: Path, adapter: Path, target: Path, emit: Emit, run: Path | None) -> Path:
+    """Write the base with the adapter merged in, the chat template of its training, and a card if its run is given."""
     _note_quantization(base, emit)
+    card = _make_card(run, base) if run is not None else None
 
     def finish(folder: Path) -> None:
         own, trained = load_tokenizer(base), load_tokenizer_of(adapter, base)

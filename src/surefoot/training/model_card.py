@@ -18,14 +18,19 @@ SHOWN = (
 SHOWN_WITH_LORA = ("lora_rank", "lora_alpha", "target_modules")
 
 
-def make_card(config: Mapping[str, Any], summary: Mapping[str, Any], *, is_merged: bool = False) -> str:
-    """Return the card of what a run wrote, or of its adapter merged into the base. Files are named without folders."""
+def make_card(
+    config: Mapping[str, Any], summary: Mapping[str, Any], *, has_images: bool, is_merged: bool = False
+) -> str:
+    """Return the card of what a run wrote, or of its adapter merged into the base. Files are named without folders.
+
+    `config`, `summary`: run.yaml and summary.json. `has_images`: whether the model reads images.
+    """
     has_adapter = config["tuning"] == "lora"
     is_adapter = has_adapter and not is_merged
     base = _name(config["model"])
     header: dict[str, Any] = {
         "library_name": "peft" if is_adapter else "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": "image-text-to-text" if has_images else "text-generation",
         "tags": ["surefoot", config["method"], *(["lora"] if has_adapter else [])],
     }
     if HUB_ID.match(config["model"]):
@@ -40,7 +45,8 @@ def make_card(config: Mapping[str, Any], summary: Mapping[str, Any], *, is_merge
             "---", yaml.safe_dump(header, sort_keys=False).strip(), "---", "",
             f"# {config.get('run_name') or Path(config['output_dir']).name}", "",
             f"{what}, trained by Surefoot with `method: {config['method']}`.", "",
-            "## Load it", "", "```python", *_loading(base, is_adapter=is_adapter), "```", "",
+            "## Load it", "",
+            "```python", *_loading(config["model"], is_adapter=is_adapter, has_images=has_images), "```", "",
             "## Training", "", "| | |", "|---|---|",
             *(f"| {name} | {value} |" for name, value in _facts(config, summary, has_adapter=has_adapter)), "",
         ]
@@ -52,15 +58,19 @@ def _name(model: str) -> str:
     return model if HUB_ID.match(model) else Path(model).name
 
 
-def _loading(base: str, *, is_adapter: bool) -> Iterator[str]:
-    yield "from transformers import AutoModelForCausalLM, AutoTokenizer"
+def _loading(model: str, *, is_adapter: bool, has_images: bool) -> Iterator[str]:
+    """Yield the lines of code that load an adapter of `model`, or a model. Folders of this machine are not written."""
+    model_class = "AutoModelForImageTextToText" if has_images else "AutoModelForCausalLM"
     if is_adapter:
         yield "from peft import PeftModel"
-        yield ""
-        yield f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "THIS_FOLDER")'
+    yield f"from transformers import {model_class}, AutoTokenizer"
+    yield ""
+    if is_adapter:
+        base = model if HUB_ID.match(model) else "FOLDER_OF_THE_BASE_MODEL"
+        yield f'base = {model_class}.from_pretrained("{base}")'
+        yield 'model = PeftModel.from_pretrained(base, "THIS_FOLDER")'
     else:
-        yield ""
-        yield 'model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER")'
+        yield f'model = {model_class}.from_pretrained("THIS_FOLDER")'
     yield 'tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")'
 
 

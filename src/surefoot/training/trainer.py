@@ -1,6 +1,6 @@
 """Composition root: from a config to a finished run. It reads as a list of the parts of a run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +24,7 @@ from surefoot.methods.training_data import RunData, open_data
 from surefoot.models.build import load_tokenizer
 from surefoot.models.decoder_layers import decoder_layers
 from surefoot.models.lora import lora_settings
+from surefoot.models.pretrained import is_image_text_model
 from surefoot.models.resolve_model import fingerprint, resolve_model
 from surefoot.system.atomic_io import write_json, write_text
 from surefoot.system.process import StopSignal, launcher_number
@@ -123,9 +124,14 @@ def _train(loaded: LoadedConfig, observers: Sequence[Observer], ranks: World, *,
             train_loss = state.loss_sum / state.step if state.step else None
             with run.phases("export"):
                 summary = record.result(status, train_loss=train_loss).as_dict()
-                card = make_card(assembled.loop.config.model_dump(mode="json"), summary) if ranks.is_first else None
+                card = _make_card(assembled.loop, summary) if ranks.is_first else None
                 artifact = assembled.write_artifact(card) if status == "completed" else None
             return _share_result(run, _finish(run, record, status, train_loss=train_loss, artifact=artifact))
+
+
+def _make_card(loop: LoopContext, summary: Mapping[str, Any]) -> str:
+    has_images = is_image_text_model(loop.train_context.model.config)
+    return make_card(loop.config.model_dump(mode="json"), summary, has_images=has_images)
 
 
 def _finish(run: _Run, record: RunRecord, status: Status, **details: Any) -> RunResult:
