@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import surefoot
-from surefoot.cli.output import Parser, parse_count, parse_positive, show
+from surefoot.cli.output import Parser, parse_count, parse_positive, show, working
 from surefoot.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -163,7 +163,8 @@ def _run_chat(arguments: argparse.Namespace) -> None:
     from surefoot.inference.chat import Chat
     from surefoot.inference.load import load
 
-    model, tokenizer = load(files)
+    with working("loading the model"):
+        model, tokenizer = load(files)
     chat = Chat(
         model,
         tokenizer,

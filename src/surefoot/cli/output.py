@@ -1,9 +1,12 @@
 """Shared parts of the commands: the type of their parsers, counts as arguments, and the output of results."""
 
 import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from surefoot.system.console import print_json
+from surefoot.system.console import CLEAR_LINE, print_json, write
 
 
 class Parser(argparse.ArgumentParser):
@@ -34,6 +37,19 @@ def parse_positive(text: str) -> int:
     if value < 1:
         raise ValueError(text)
     return value
+
+
+@contextmanager
+def working(text: str) -> Iterator[None]:
+    """Show on a terminal what a command does while it works; the line is cleared at the end."""
+    is_live = sys.stderr.isatty()
+    if is_live:
+        write(sys.stderr, f"{text} ...\r")  # what is printed meanwhile takes its place
+    try:
+        yield
+    finally:
+        if is_live:
+            write(sys.stderr, CLEAR_LINE)
 
 
 def show(value: dict[str, Any], text: str, *, as_json: bool) -> None:

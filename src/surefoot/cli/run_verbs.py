@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import surefoot
-from surefoot.cli.output import Parser, parse_count, show
+from surefoot.cli.output import Parser, parse_count, show, working
 from surefoot.errors import ConfigError, InputError, StoppedOnFinding
 from surefoot.launch.run_verb import DONE, train_and_print
 from surefoot.system.console import print_json, report_lost_output, say
@@ -110,7 +110,8 @@ def _run_doctor(arguments: argparse.Namespace) -> int:
     from surefoot.diagnostics.doctor import doctor
 
     loaded = load_config(arguments.config, arguments.overrides) if arguments.config is not None else None
-    report = doctor(loaded, is_deep=arguments.deep, against=arguments.against)
+    with working("checking this machine"):
+        report = doctor(loaded, is_deep=arguments.deep, against=arguments.against)
     if isinstance(report, int):
         status = report
         if not is_local_rank():
@@ -126,7 +127,8 @@ def _run_doctor(arguments: argparse.Namespace) -> int:
 def _run_plan(arguments: argparse.Namespace) -> int:
     from surefoot.planner.command import plan
 
-    result = plan(arguments.config, arguments.overrides)
+    with working("forecasting memory and time"):
+        result = plan(arguments.config, arguments.overrides)
     show(result.as_dict(), result.as_text(), as_json=arguments.json)
     return DONE if result.forecast.fits else StoppedOnFinding.exit_status
 

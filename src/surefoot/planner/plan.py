@@ -26,10 +26,12 @@ class Plan:
     price: float
     chosen: str | None = None
     """Values of settings that are `auto`, and why."""
+    missing_data: str | None = None
+    """Which data files of the run are not there; a plan reads none of them."""
 
     def as_text(self) -> str:
-        text = format_forecast(self.forecast, self.findings, self.changes, self.price)
-        return f"{self.chosen}\n\n{text}" if self.chosen is not None else text
+        notes = [f"{note}\n" for note in (self.missing_data, self.chosen) if note is not None]
+        return "\n".join([*notes, format_forecast(self.forecast, self.findings, self.changes, self.price)])
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -37,6 +39,7 @@ class Plan:
             **self._cost_entry(self.forecast),
             "gradient_checkpointing": self.forecast.run.gradient_checkpointing,
             "per_device_train_batch_size": self.forecast.run.per_device_train_batch_size,
+            "missing_data": self.missing_data,
             "findings": [finding.as_dict() for finding in self.findings],
             "changes": [
                 {

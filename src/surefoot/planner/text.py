@@ -26,7 +26,8 @@ def format_forecast(
         "",
         *_format_verdict(forecast),
         "",
-        f"a step: {forecast.tokens_per_step} tokens, about {_format_duration(forecast.step_s)}"
+        f"a step: {forecast.tokens_per_step} tokens{'' if run.packing else ' if all rows have the full length'}, "
+        f"about {_format_duration(forecast.step_s)}"
         + (f" and {_format_duration(forecast.rollout_s)} for its rollout" if forecast.rollout_s else "")
         + f", {1 / forecast.seconds_per_token:.0f} tokens/s{_format_cost(forecast, price)}",
     ]

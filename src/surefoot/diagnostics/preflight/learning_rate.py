@@ -29,5 +29,5 @@ def check_learning_rate(context: CheckContext) -> Result:
         fault += "likely to stay where it is"
     else:
         return ok(f"{rate:g}; {usual}")
-    fix = f"Set learning_rate: {highest / 2:.0e}."
+    fix = f"Set learning_rate: {choose_learning_rate(run, size):g}, which is what `auto` chooses."
     return fail("SF744", fault, fix=fix, where=context.where("learning_rate"), usual=f"{lowest:.0e} to {highest:.0e}")
