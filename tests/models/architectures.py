@@ -334,6 +334,9 @@ VARIANTS: dict[str, Line] = {
     "gemma4_text+moe": Line(
         {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}, "gemma4_text"
     ),
+    "gemma4_text+global_heads": Line(
+        {"attention_k_eq_v": True, "num_key_value_heads": 2, "num_global_key_value_heads": 1}, "gemma4_text"
+    ),
     "gemma4_text+shared_kv": Line(
         {"num_hidden_layers": 4, "layer_types": WINDOWS * 2, "num_kv_shared_layers": 2}, "gemma4_text"
     ),

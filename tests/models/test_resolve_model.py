@@ -13,6 +13,7 @@ from surefoot.errors import ModelError
 from surefoot.models import resolve_model as sources
 from surefoot.models.adapter import base_name
 from surefoot.models.build import build_model, load_config, load_tokenizer
+from surefoot.models.pretrained import meta_model
 from surefoot.models.resolve_model import resolve_model
 
 
@@ -100,6 +101,16 @@ def test_a_quantisation_that_cannot_be_read_back_is_refused_by_name(
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": about}))
     with pytest.raises(ModelError, match=rf"config\.json: .*quantised \({method or '.*'}, "):
         load_config(folder)
+
+
+def test_the_settings_of_a_value_that_is_not_known_are_named(
+    tmp_path: Path, model_folder: Callable[[str], Path]
+) -> None:
+    folder = shutil.copytree(model_folder("llama"), tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_act": "square"}))
+    with pytest.raises(ModelError, match=r"m/config\.json: .*'square', the value of hidden_act\."):
+        meta_model(folder)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2_moe"])  # of the second transformers makes an empty one up

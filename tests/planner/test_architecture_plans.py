@@ -12,7 +12,7 @@ from tests.models.architectures import ARCHITECTURES, tiny_model
 
 CPU = Device("cpu", 1 << 40, 1e11, 1e9, is_gpu=False)
 DECIDES_BY_VALUES = {"blt", "jetmoe", "qwen4_exp", "qwen4_exp_text", "qwen4_exp_text+ngrams", "xlm", "xmod"}
-IN_EVERY_SUITE = {"openai-gpt", "doge", "gemma4_text+shared_kv", "longcat_flash"}
+IN_EVERY_SUITE = {"openai-gpt", "doge", "gemma4_text+global_heads", "longcat_flash"}
 
 
 @pytest.mark.parametrize(

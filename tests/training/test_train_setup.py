@@ -1,5 +1,7 @@
 """What a train_context holds while it computes, and what it copies to be saved."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+import surefoot
 from surefoot.config import load_config
 from surefoot.config.resolve import resolve
 from surefoot.distributed.process_group import SINGLE_PROCESS, World
+from surefoot.errors import ModelError
 from surefoot.methods.base import BatchTotals, TrainContext
 from surefoot.models.build import build_model
 from surefoot.planner.trace import _LiveTensors
@@ -80,3 +84,11 @@ def test_a_rank_copies_what_it_writes_and_no_more(
     saver = Saver(tmp_path, {}, None, World(rank, 2))
     blocks = saver._copy_blocks(parameters, torch.optim.AdamW(parameters.values()))
     assert blocks["model"].keys() == (parameters.keys() if copies else set())
+
+
+def test_a_broken_config_of_the_model_is_not_blamed_on_the_targets(settings: dict[str, Any], tmp_path: Path) -> None:
+    folder = shutil.copytree(settings["model"], tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_act": "square"}))
+    with pytest.raises(ModelError, match=r"'square', the value of hidden_act\. [^()]*\.$"):
+        surefoot.train(settings, screen=False, model=str(folder))

@@ -1,6 +1,7 @@
 """Processors that cannot be used, and images that no model reads: each is refused with what to do."""
 
 import json
+from functools import reduce
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,30 @@ def test_a_processor_without_a_version_for_pillow_names_torchvision(settings_of:
     file.write_text(json.dumps({**json.loads(file.read_text()), "image_processor_type": "Llama4ImageProcessor"}))
     with pytest.raises(DataError, match=r"preprocessor_config\.json: .*torchvision"):
         train(settings, screen=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "changes", "named"),
+    [
+        ("gemma3", "config.json", {"image_token_id": 5}, r"preprocessor_config\.json: .*image_token_id=5 "),
+        ("qwen2_vl", "config.json", {"vision_config.spatial_merge_size": 3}, r"_config\.json: .*spatial_merge_size=3 "),
+        ("qwen2_vl", "preprocessor_config.json", {"patch_size": 0}, r"preprocessor_config\.json: .*ZeroDivisionError"),
+        ("glm4v", "config.json", {"vision_config.num_heads": 3}, r"Glm4vFor.*its vision tower cannot .*RuntimeError"),
+        ("internvl", "processor_config.json", {"image_seq_length": 1}, r"InternVLFor.* \d+ tokens .*makes \d+ vectors"),
+    ],
+)
+def test_files_of_two_models_are_named_and_no_rows_are_blamed(
+    kind: str, file: str, changes: dict[str, int], named: str, settings_of: Any
+) -> None:
+    path = Path(settings_of(kind)["model"], file)
+    content = json.loads(path.read_text())
+    for name, value in changes.items():
+        *parts, key = name.split(".")
+        reduce(dict.__getitem__, parts, content)[key] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises((DataError, ModelError), match=named) as caught:
+        train(settings_of(kind), screen=False)
+    assert "from one release" in str(caught.value)
 
 
 def test_settings_that_a_processor_has_not_are_refused(settings_of: Any) -> None:

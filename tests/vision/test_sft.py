@@ -395,19 +395,20 @@ def test_a_plan_counts_the_tower_as_it_is_trained(freezes: bool, vision: Any, vi
 
 
 @pytest.mark.parametrize(
-    "size", [{"min_pixels": 784, "max_pixels": 12544}, {"shortest_edge": 784, "longest_edge": 12544}]
+    "limits", [{"min_pixels": 784, "max_pixels": 12544}, {"size": {"shortest_edge": 784, "longest_edge": 12544}}]
 )
-def test_every_form_of_processor_files_is_read(size: dict[str, int], tmp_path: Path) -> None:
+def test_every_form_of_processor_files_is_read(limits: dict[str, Any], tmp_path: Path) -> None:
     made = json.loads(make_processor().to_json_string())
-    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": {**made, "size": size}}))
+    del made["size"]
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": {**made, **limits}}))
     config, tokenizer = make_vision_model("qwen2_5_vl", vision_tokenizer()).config, vision_tokenizer()
     cutter = load_model_processor(tmp_path, config, tokenizer).image_processor
-    assert limits_of(cutter, tmp_path) == (784, 12544)
+    assert limits_of(cutter) == (784, 12544)
     (tmp_path / "processor_config.json").write_text(
         json.dumps({"image_processor": {**made, "size": {"height": 56, "width": 56}}})
     )
-    with pytest.raises(DataError, match="image processor .*size .*56.*least and largest"):
-        limits_of(load_model_processor(tmp_path, config, tokenizer).image_processor, tmp_path)
+    with pytest.raises(DataError, match=r"processor_config\.json: .*size.*shortest_edge.*height=56"):
+        load_model_processor(tmp_path, config, tokenizer)
 
 
 @pytest.mark.parametrize(

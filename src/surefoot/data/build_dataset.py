@@ -192,7 +192,7 @@ def _set_cells(
     Raises: ConfigError for impossible limits; DataError for a processor that does not fit the model.
     """
     config, cutter, vision = loaded.run, processor.image_processor, model.vision_config
-    least, most = limits_of(cutter, base)
+    least, most = limits_of(cutter)
     least, most = config.min_pixels or least, config.max_pixels or most
     cell = cutter.patch_size * cutter.merge_size
     if least > most or most < cell**2:

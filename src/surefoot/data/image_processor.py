@@ -67,7 +67,7 @@ class PixelReader:
             except DataError as error:
                 raise DataError(f"{place}: {error}") from error
         if not parts:
-            return Vision(self._blank, 1, is_blank=True)
+            return Vision(self.blank[0], 1, is_blank=True)
         return Vision({name: _join([part[name] for part in parts]) for name in parts[0]}, num_images)
 
     def png(self, image: Image, place: str) -> bytes:
@@ -96,7 +96,8 @@ class PixelReader:
         return self._processor.positions(tokens, grid, token)
 
     @cached_property
-    def _blank(self) -> dict[str, Tensor]:
+    def blank(self) -> tuple[dict[str, Tensor], int]:
+        """The tensors of a blank image, and the number of its tokens."""
         return self._processor.blank(BLANK_SIDE if self.settings.processor is not None else self.settings.cell)
 
     def _load_tensors(self, images: tuple[Image, ...]) -> dict[str, Tensor]:

@@ -28,7 +28,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from surefoot.errors import DataError
+from surefoot.data.conversation import shown
+from surefoot.errors import DataError, one_line
 from surefoot.system.json_files import read_object
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
@@ -39,6 +40,8 @@ GRID = "image_grid_thw"
 """Name of the tensor that holds the patches of each image along time, height and width."""
 BLANK_SIDE = 32
 """Side in pixels of the picture that stands in for images in a batch without any."""
+CHECKED_SIDE = 256
+"""Side in pixels of the picture by which a processor is compared with its model: of several tokens."""
 
 
 @dataclass(frozen=True)
@@ -113,9 +116,25 @@ class ModelProcessor:
             sizes = [(row // self.merge_size, column // self.merge_size) for _, row, column in tensors[GRID].tolist()]
         return [ImageMeasure(text, *size) for text, size in zip(texts, sizes, strict=True)]
 
-    def blank(self, side: int) -> dict[str, Tensor]:
-        """Return the tensors of a white picture."""
-        return self.process([_blank_picture(side)], do_resize=side == BLANK_SIDE)[0]
+    def blank(self, side: int) -> tuple[dict[str, Tensor], int]:
+        """Return the tensors of a white picture, and the number of its tokens."""
+        tensors, (text,) = self.process([_blank_picture(side)], do_resize=side == BLANK_SIDE)
+        return tensors, text.count(self.feature_token)
+
+    def check_tokens(self, config: PreTrainedConfig) -> None:
+        """Check that the text of a picture has the tokens that the model replaces. Raises: DataError."""
+        (measure,) = self.measure([_blank_picture(CHECKED_SIDE)])
+        tokens, expected = measure.text.count(self.feature_token), measure.rows * measure.columns
+        if not tokens:
+            raise DataError(
+                f"the text that it writes for an image, {shown(measure.text)}, does not have the token of "
+                f"image_token_id={config.image_token_id} in config.json, {self.feature_token}"
+            )
+        if tokens != expected:
+            raise DataError(
+                f"it writes {tokens} tokens for an image of {CHECKED_SIDE}x{CHECKED_SIDE} pixels, of which the model "
+                f"makes {expected} vectors with spatial_merge_size={self.merge_size} in config.json"
+            )
 
     def positions(self, ids: Tensor, grid: Tensor | None, image_token_id: int) -> Tensor:
         """Return the positions of a sample's tokens: int64 [n], or [3, n] for a model that counts rows and columns.
@@ -190,7 +209,9 @@ def load_model_processor(
     try:
         read_object(present)
         tokenizer = copy.deepcopy(tokenizer) if tokenizer is not None else AutoTokenizer.from_pretrained(str(folder))
-        return ModelProcessor(_load_images_only(folder, config, tokenizer), config)
+        processor = ModelProcessor(_load_images_only(folder, config, tokenizer), config)
+        processor.check_tokens(config)
+        return processor
     except ImportError as error:
         reason = " ".join(str(error).split())[:300]
         advice = " Install torchvision of the same release as torch (torch 2.N goes with torchvision 0.(N + 15))."
@@ -199,7 +220,11 @@ def load_model_processor(
             f"installed: {reason}{advice if 'torchvision' in reason else ''}"
         ) from error
     except Exception as error:  # its fields are checked in many ways, or not at all
-        raise DataError(f"{present}: its image processor cannot be read: {error}") from error
+        reason = str(error) if isinstance(error, DataError) else one_line(error)
+        raise DataError(
+            f"{present}: its image processor cannot be used: {reason}. Take it and config.json from one release of the "
+            "model"
+        ) from error
 
 
 def _load_images_only(folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
@@ -226,17 +251,9 @@ def _load_image_processor(folder: Path, owner: str) -> Any:
         raise
 
 
-def limits_of(processor: Any, folder: Path) -> tuple[int, int]:
-    """Return (least, most) pixels of an image, under either pair of names. Raises: DataError if they are missing."""
-    size = processor.size
-    limits = (size.shortest_edge or size.min_pixels, size.longest_edge or size.max_pixels)
-    if None in limits:
-        raise DataError(
-            f"{folder}: its image processor has size {size}, which says no least and largest number of pixels "
-            "(shortest_edge, longest_edge). Correct it, or take the model's own"
-        )
-    least, most = limits
-    return int(least), int(most)
+def limits_of(processor: Any) -> tuple[int, int]:
+    """Return (least, most) pixels of an image."""
+    return int(processor.size.shortest_edge), int(processor.size.longest_edge)
 
 
 def _blank_picture(side: int) -> Pillow.Image:

@@ -305,7 +305,26 @@ def config_errors(folder: Path) -> Iterator[None]:
     except ImportError as error:
         raise ModelError(f"{folder}: a part of the model needs a package that is missing: {one_line(error)}") from error
     except BAD_CONFIG as error:
-        raise ModelError(f"{folder / 'config.json'}: no model can be built from it: {one_line(error)}") from error
+        raise ModelError(
+            f"{folder / 'config.json'}: no model can be built from it: {one_line(error)}"
+            f"{_name_settings(folder, error)}. Compare it with the config.json of the model's release."
+        ) from error
+
+
+def _name_settings(folder: Path, error: Exception) -> str:
+    """Return which settings of config.json have the value that a KeyError names, to add to its message; else empty."""
+    if not isinstance(error, KeyError):
+        return ""
+
+    def find(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+        for name, value in values.items():
+            if isinstance(value, Mapping):
+                yield from find(value, f"{prefix}{name}.")
+            elif value == error.args[0]:
+                yield f"{prefix}{name}"
+
+    names = list(find(read_json_object(folder / "config.json")))
+    return f", the value of {', '.join(names)}" if names else ""
 
 
 @contextmanager

@@ -13,11 +13,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
+from surefoot.errors import ModelError, one_line
+from surefoot.models.decoder_layers import class_name
+from surefoot.models.pretrained import BAD_CONFIG
+
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 """Names under which models take a mask of the tokens that stand for images."""
 TOWER_ATTENTION = "sdpa"
 """Attention function of transformers in which images do not attend to each other, and no batch of text is packed.
 Towers that do not have it get their own, `eager`."""
+OF_ONE_RELEASE = "Take config.json and the processor's files from one release of the model."
 
 
 def vision_tower(model: PreTrainedModel) -> tuple[str, nn.Module] | None:
@@ -123,13 +128,39 @@ def embed_images(
     features = model.base_model.get_image_features(**tensors, return_dict=True)
     if not is_blank:
         return {"input_ids": ids, **_token_types(model, ids), "mm_encoder_outputs": {"image": features}}
-    pooled = features.pooler_output
-    if pooled is None:  # Llama 4 projects the tower's output in its forward
-        pooled = model.base_model.multi_modal_projector(features.last_hidden_state.flatten(0, -2))
-    layers = [pooled, *(getattr(features, "deepstack_features", None) or ())]
+    layers = [_projected(model, features), *(getattr(features, "deepstack_features", None) or ())]
     nothing = torch.stack([part.float().sum() for layer in layers for part in layer]).sum() * 0.0
     embeddings = model.get_input_embeddings()(ids)
     return {"input_ids": None, "inputs_embeds": embeddings + nothing.to(embeddings.dtype)}
+
+
+def _projected(model: PreTrainedModel, features: Any) -> Any:
+    """Return the vectors that take the places of image tokens: one tensor, or one for each image. Shapes: [..., H]."""
+    if features.pooler_output is None:  # Llama 4 projects the tower's output in its forward
+        return model.base_model.multi_modal_projector(features.last_hidden_state.flatten(0, -2))
+    return features.pooler_output
+
+
+def check_tower(model: PreTrainedModel, tensors: Mapping[str, Tensor], num_tokens: int) -> None:
+    """Check that the vision tower makes a vector for each of the `num_tokens` tokens of one image.
+
+    `tensors`: see `embed_images`. Raises: ModelError.
+    """
+    try:
+        parts = _projected(model, model.base_model.get_image_features(**tensors, return_dict=True))
+    except torch.OutOfMemoryError:
+        raise
+    except BAD_CONFIG as error:
+        raise ModelError(
+            f"{class_name(model)}: its vision tower cannot compute an image as its processor makes it: "
+            f"{one_line(error)}. {OF_ONE_RELEASE}"
+        ) from error
+    vectors = sum(part.numel() for part in parts) // model.config.get_text_config().hidden_size
+    if vectors != num_tokens:
+        raise ModelError(
+            f"{class_name(model)}: its processor writes {num_tokens} tokens for an image of which its vision tower "
+            f"makes {vectors} vectors. {OF_ONE_RELEASE}"
+        )
 
 
 def _token_types(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:

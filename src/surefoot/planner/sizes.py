@@ -152,7 +152,16 @@ def _count_cached_elements(text: PreTrainedConfig) -> int:
     if not heads:
         return 0
     width = text.to_dict().get("head_dim") or text.hidden_size // heads  # as attributes, some differ by layer
-    return _count_latent_elements(text) or 2 * int(getattr(text, "num_key_value_heads", None) or heads) * int(width)
+    return _count_latent_elements(text) or 2 * int(_read_kv_heads(text) or heads) * int(width)
+
+
+def _read_kv_heads(text: PreTrainedConfig) -> int | None:
+    """Return the heads of keys and values in most layers; None without any. Gemma 4 has fewer in some layers."""
+    try:
+        return getattr(text, "num_key_value_heads", None)
+    except RuntimeError:  # it is an attribute of each layer, and has no value for all
+        heads: int | None = text.to_dict().get("num_key_value_heads")
+        return heads
 
 
 def _count_latent_elements(text: PreTrainedConfig) -> int:
@@ -207,7 +216,7 @@ def check_fields(base: Path) -> None:
     if isinstance(layers, int) and layers > MAX_LAYERS:
         raise ModelError(f"{path}: num_hidden_layers={layers} is more than the plan supports, {MAX_LAYERS}.")
     heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
-    kv_heads = getattr(config, "num_key_value_heads", None)
+    kv_heads = _read_kv_heads(config)
     if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
         raise ModelError(
             f"{path}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}. Correct one."

@@ -76,7 +76,7 @@ def fit_images(run: RunConfig, base: Path, rows: int, length: int) -> ImageBatch
     if not _reads_grids(vision):
         return None
     side = vision.patch_size * vision.spatial_merge_size
-    most = room * side**2 if processor is None else limits_of(processor.image_processor, base)[1]
+    most = room * side**2 if processor is None else limits_of(processor.image_processor)[1]
     most = run.max_pixels or most
     cells = max(1, min(room, most // side**2))
     cells -= cells % _window_cells(vision) if cells > _window_cells(vision) else 0

@@ -9,15 +9,18 @@ import torch
 from torch import nn
 
 from surefoot.config import LoadedConfig, RunConfig
-from surefoot.distributed.fsdp import Sharding
+from surefoot.data.image_processor import PixelReader
+from surefoot.distributed.fsdp import Sharding, as_fsdp_forward, reshard
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.distributed.process_group import World
 from surefoot.errors import ConfigError, ModelError
 from surefoot.methods.base import TrainContext
 from surefoot.methods.registry import method_of
+from surefoot.methods.token_loss import eval_no_grad
 from surefoot.models.build import build_model, meta_model, trainable_parameters
 from surefoot.models.lora import checked_targets, lora_settings
 from surefoot.models.router_bias import RouterBiases
+from surefoot.models.vision import check_tower
 from surefoot.models.weight_loading import keep_freed_memory
 from surefoot.training.export import load_adapter
 
@@ -55,15 +58,32 @@ def check_router_biases(loaded: LoadedConfig, base: Path) -> None:
 def check_targets(loaded: LoadedConfig, base: Path) -> None:
     """Raise ModelError, with its place in the config, for targets of LoRA that the model cannot have.
 
-    Reads no weights, so it comes before the data are prepared.
+    Reads no weights, so it comes before the data are prepared. Raises: ModelError for a config.json that is no model's.
     """
     lora = lora_settings(loaded.run)
     if lora is None:
         return
+    model = meta_model(base)
     try:
-        checked_targets(meta_model(base), lora)
+        checked_targets(model, lora)
     except ModelError as error:
         raise ModelError(f"{error} ({loaded.where('target_modules')})") from error
+
+
+def check_images(context: TrainContext, reader: PixelReader) -> None:
+    """Check that the model's vision tower and its processor fit each other, on a blank image. Collective.
+
+    Raises: ModelError.
+    """
+    tensors, num_tokens = reader.blank
+    on_device = {name: tensor.to(context.device) for name, tensor in tensors.items()}
+
+    def check_blank() -> None:
+        check_tower(context.model, on_device, num_tokens)
+
+    with eval_no_grad(context.model), context.forward_context():
+        context.ranks.run_or_raise_on_all(as_fsdp_forward(context.model, check_blank))
+    reshard(context.model)
 
 
 def build_optimizer(parameters: Mapping[str, nn.Parameter], config: RunConfig) -> torch.optim.AdamW:

@@ -46,6 +46,7 @@ from surefoot.training.run_metadata import describe_machines, environment
 from surefoot.training.run_summary import FindingLog, RunRecord, RunResult, Status, completed_earlier, read_result
 from surefoot.training.train_setup import (
     build_train_context,
+    check_images,
     check_router_biases,
     check_targets,
     check_trained_routers,
@@ -328,6 +329,8 @@ def _load_train_context(
     if step_times_s:
         run.emit(Notice(describe_choice(config, step_times_s)))
     train_context = build_train_context(config, base, ranks, device, sharding_of(config, ranks, device))
+    if opened.data.reader is not None:
+        check_images(train_context, opened.data.reader)
     train_context = replace(train_context, phase=run.phases)
     for text in describe_model(train_context, config, base, tokenizer):
         run.emit(Notice(text))
