@@ -1,5 +1,6 @@
 """The functions of the package: rows, callbacks, plans and checks without files."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 import surefoot
+from surefoot.data.given_rows import load_given
 from surefoot.errors import ConfigError, InputError
 from surefoot.events import Event, StepEnded
 from surefoot.findings import Finding
@@ -115,3 +117,16 @@ def test_importing_the_package_imports_no_library() -> None:
     assert done.stdout.strip() == "[]", done.stderr
     assert surefoot.__doc__ is not None
     assert all(f"surefoot.{name}(" in surefoot.__doc__ for name in ("train", "plan", "doctor", "import_run", "load"))
+
+
+def test_rewards_may_be_functions_of_a_module(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_rewards.py").write_text("def one(completions, **_):\n    return [1.0] * len(completions)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    one = importlib.import_module("own_rewards").one
+    loaded = load_given(settings, (), {"method": "grpo", "reward_funcs": [one, {"func": one, "weight": 0.5}]})
+    rewards = loaded.run.model_dump()["reward_funcs"]
+    assert [reward["func"] for reward in rewards] == [f"{tmp_path}/own_rewards.py:one"] * 2
+    with pytest.raises(ConfigError, match=r"<lambda> cannot be imported.*rewards\.py:"):
+        load_given(settings, (), {"method": "grpo", "reward_funcs": [lambda completions, **_: [1.0]]})

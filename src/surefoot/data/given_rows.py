@@ -1,8 +1,12 @@
-"""Settings and rows that are given in Python. Rows become a file of the cache, which ranks and resumed runs read."""
+"""Settings that are given in Python, which ranks, workers and resumed runs read from files.
+
+Rows become a file of the cache, and functions are named by the file that they are in.
+"""
 
 import hashlib
+import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +25,37 @@ def load_given(
 
 
 def _as_files(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings in which rows, as a list of mappings or a `datasets.Dataset`, are replaced by their file.
+    """Return settings in which rows, as a list of mappings or a `datasets.Dataset`, and functions are named by files.
 
-    Raises: ConfigError for rows that JSON cannot hold; StorageError.
+    Raises: ConfigError for rows that JSON cannot hold, and functions that no other process can import; StorageError.
     """
     for name in ("dataset", "eval_dataset"):
         if isinstance(settings.get(name), list) and not settings[name]:
             raise ConfigError(f"{name} is an empty list: it has no rows. Give a list of mappings, or files.")
     rows = {name: settings[name] for name in ("dataset", "eval_dataset") if _are_rows(settings.get(name))}
-    return {**settings, **{name: _write_rows(name, value) for name, value in rows.items()}}
+    files: dict[str, Any] = {name: _write_rows(name, value) for name, value in rows.items()}
+    if isinstance(settings.get("reward_funcs"), list):
+        files["reward_funcs"] = [_name_reward(reward) for reward in settings["reward_funcs"]]
+    return {**settings, **files}
+
+
+def _name_reward(reward: Any) -> Any:
+    """Return an item of `reward_funcs` in which a function is named as file.py:function."""
+    if isinstance(reward, Mapping) and callable(reward.get("func")):
+        return {**reward, "func": _name_function(reward["func"])}
+    return _name_function(reward) if callable(reward) else reward
+
+
+def _name_function(function: Callable[..., Any]) -> str:
+    name, module = getattr(function, "__qualname__", repr(function)), inspect.getmodule(function)
+    file = getattr(module, "__file__", None)
+    if file is None or getattr(module, "__name__", None) == "__main__" or getattr(module, name, None) is not function:
+        raise ConfigError(
+            f"reward_funcs: {name} cannot be imported by the processes that score completions, because it is not a "
+            f"function of a module. Put it into a file of its own, such as rewards.py, and write reward_funcs="
+            f"['rewards.py:{name.rpartition('.')[2]}']."
+        )
+    return f"{file}:{name}"
 
 
 def _are_rows(value: Any) -> bool:
