@@ -93,14 +93,23 @@ def test_codes_of_the_troubleshooting_page_exist(page: str) -> None:
     assert codes <= CATALOGUE.keys()
 
 
+def blocks_of(page: str, language: str = "") -> list[str]:
+    """Return the blocks of code of a page that are in a language, or in none."""
+    blocks = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```$", (ROOT / page).read_text("utf-8"), re.M | re.S)
+    return [text for name, text in blocks if name == language]
+
+
 def commands_of(page: str) -> list[str]:
     """Return the commands of a page in their order."""
-    blocks = re.findall(r"^```\n(.*?)^```", (ROOT / page).read_text("utf-8"), re.M | re.S)
-    return [line for block in blocks for line in block.splitlines()]
+    return [line for block in blocks_of(page) for line in block.splitlines()]
 
 
 def test_the_lesson_is_the_same_in_both_languages() -> None:
-    assert commands_of("docs/get-started.md") == commands_of("docs/zh-CN/get-started.md")
+    lessons = ("docs/get-started.md", "docs/zh-CN/get-started.md")
+    assert commands_of(lessons[0]) == commands_of(lessons[1])
+    run = yaml.safe_load((ROOT / "examples/orders-dense-lora.yaml").read_text("utf-8"))
+    for lesson in lessons:
+        assert [yaml.safe_load(block) for block in blocks_of(lesson, "yaml")] == [run]
 
 
 @pytest.mark.parametrize("page", sorted(ROOT.glob("docs/**/from/*.md")), ids=lambda page: "-".join(page.parts[-3:]))

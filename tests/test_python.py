@@ -129,4 +129,4 @@ def test_rewards_may_be_functions_of_a_module(
     rewards = loaded.run.model_dump()["reward_funcs"]
     assert [reward["func"] for reward in rewards] == [f"{tmp_path}/own_rewards.py:one"] * 2
     with pytest.raises(ConfigError, match=r"<lambda> cannot be imported.*rewards\.py:"):
-        load_given(settings, (), {"method": "grpo", "reward_funcs": [lambda completions, **_: [1.0]]})
+        load_given(settings, (), {"method": "grpo", "reward_funcs": [lambda **_: [1.0]]})
