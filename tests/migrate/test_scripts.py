@@ -178,8 +178,3 @@ def test_a_file_with_the_system_message_is_read(tmp_path: Path) -> None:
     assert "system = gone/prompt.txt" in missing.as_yaml()
     text = import_file(tmp_path / "text.sh", command.format("'Be brief.'"))
     assert get_values(text)["system"] == "Be brief."
-
-
-def test_a_python_script_is_refused_with_what_to_give(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.py: Python scripts .*trl sft"):
-        import_file(tmp_path / "trainer.py", "from trl import SFTConfig\nconfig = SFTConfig(learning_rate=1e-4)\n")

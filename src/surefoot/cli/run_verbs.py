@@ -63,7 +63,7 @@ def add_run_verbs(verbs: "argparse._SubParsersAction[Parser]") -> None:
     imported.add_argument("--to", metavar="FILE", help="write to a new FILE instead of printing")
     imported.add_argument("--json", action="store_true", help="print the converted and the dropped settings as JSON")
     imported.add_argument(
-        "source", nargs=argparse.REMAINDER, metavar="source", help="a .yaml, .json or .sh file, or a command line"
+        "source", nargs=argparse.REMAINDER, metavar="source", help="a .yaml, .json, .sh or .py file, or a command line"
     )
     imported.set_defaults(verb=_run_import)
 

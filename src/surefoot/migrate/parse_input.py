@@ -20,6 +20,7 @@ from surefoot.migrate.command_line import (
     restore_values,
 )
 from surefoot.migrate.parsed_run import ParsedRun, resolve_path
+from surefoot.migrate.python_script import read_python_script
 from surefoot.migrate.shell import ASSIGNMENT, UNSET, extract_heredocs, extract_script, parse_commands, restore_dollars
 
 IGNORED_COMMANDS = frozenset({"echo", "printf", "cat", "ls", "cd", "source", "."})
@@ -33,7 +34,9 @@ DEEPSPEED_JSON_KEYS = frozenset(
     "wall_clock_breakdown wandb zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization".split()
 )
 """Top-level keys of a DeepSpeed JSON. Source: https://www.deepspeed.ai/docs/config-json/"""
-ACCEPTED_INPUTS = "an ms-swift, LLaMA-Factory, TRL or axolotl command line or YAML, or a DeepSpeed JSON"
+ACCEPTED_INPUTS = (
+    "an ms-swift, LLaMA-Factory, TRL or axolotl command line or YAML, a Python script of TRL, or a DeepSpeed JSON"
+)
 
 
 def parse_run(source: str | Sequence[str]) -> ParsedRun:
@@ -60,7 +63,8 @@ def _read_file(path: Path, program: str | None) -> ParsedRun:
         raise ConfigError(f"{error} Give {ACCEPTED_INPUTS}.") from error
     if path.suffix in (".yaml", ".yml", ".json"):
         return _read_mapping(path.resolve() if program else path, text, program)
-    return _read_script(path, text)
+    run = read_python_script(path, text) if path.suffix == ".py" else None
+    return run if run is not None else _read_script(path, text)
 
 
 def _read_mapping(path: Path, text: str, program: str | None) -> ParsedRun:
@@ -124,9 +128,8 @@ def _read_script(path: Path, text: str) -> ParsedRun:
         return run
     if path.suffix == ".py":
         raise ConfigError(
-            f"{path}: Python scripts are not read, because their settings may be computed. Give {ACCEPTED_INPUTS}; "
-            "for a script of TRL, the command `trl sft --learning_rate ...` with the values of its SFTConfig and "
-            "LoraConfig."
+            f"{path}: makes no trainer of TRL (SFTTrainer, GRPOTrainer), and other Python scripts are not read. Give "
+            f"{ACCEPTED_INPUTS}."
         )
     raise ConfigError(f"{path}: contains no command of a known program. Give {ACCEPTED_INPUTS}.")
 

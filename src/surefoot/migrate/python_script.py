@@ -1,0 +1,206 @@
+"""Reading of TRL's Python scripts: the arguments of its trainers and configs, of LoraConfig and of load_dataset.
+
+The script is parsed and never run. Values that it computes are unknown, and listed.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from surefoot.errors import ConfigError
+from surefoot.migrate.parsed_run import ParsedRun
+
+TRAINERS = {
+    "SFTTrainer": "sft", "GRPOTrainer": "grpo", "DPOTrainer": "dpo", "KTOTrainer": "kto", "ORPOTrainer": "orpo",
+    "RewardTrainer": "rm", "CPOTrainer": "cpo", "RLOOTrainer": "rloo",
+}  # fmt: skip
+"""Trainer of TRL -> its method."""
+CONFIGS = ("SFTConfig", "GRPOConfig", "DPOConfig", "KTOConfig", "ORPOConfig", "RewardConfig", "CPOConfig", "RLOOConfig")
+OLD_DEFAULTS = {"learning_rate": 5e-5, "gradient_checkpointing": False}
+"""Defaults of transformers' TrainingArguments that differ from those of TRL's configs."""
+LORA_NAMES = {
+    "r": "lora_r", "target_modules": "lora_target_modules", "target_parameters": "lora_target_parameters",
+    "modules_to_save": "lora_modules_to_save",
+}  # fmt: skip
+"""Arguments of PEFT's LoraConfig -> TRL's settings with another name."""
+LORA_DEFAULTS = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
+"""Defaults of PEFT's LoraConfig. Those of TRL's command line are others."""
+FILE_LOADERS = ("json", "csv", "parquet", "text", "arrow")
+"""First arguments of `load_dataset` with which it reads `data_files`."""
+ROW_METHODS = ("map", "filter", "select", "train_test_split", "rename_column", "rename_columns")
+"""Methods that change the rows of a dataset."""
+COMPUTED = "the script computes it: set it yourself"
+NOT_SETTINGS = frozenset(
+    "model args train_dataset eval_dataset peft_config processing_class tokenizer callbacks data_collator reward_funcs "
+    "formatting_func optimizers compute_metrics task_type".split()
+)
+"""Arguments that are objects, or belong to another call that is read."""
+
+
+def read_python_script(path: Path, text: str) -> ParsedRun | None:
+    """Return the run of a script that makes a trainer of TRL; None for any other script. Raises: ConfigError."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as a Python script: {error}") from error
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    trainers = [call for call in calls if _name_of(call) in TRAINERS]
+    if not trainers:
+        return None
+    script = _Script(path, tree)
+    for call in trainers[1:]:
+        script.run.other_commands.append(f"{_name_of(call)}(...), line {call.lineno}")
+    script.read_trainer(trainers[0])
+    for call in sorted(calls, key=lambda call: call.lineno):
+        script.read_call(call)
+    return script.run
+
+
+def _name_of(call: ast.Call) -> str:
+    """Return the last part of the name of what is called: `from_pretrained` of AutoModel.from_pretrained."""
+    function = call.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+class _Script:
+    """A script of which calls are read into a run."""
+
+    def __init__(self, path: Path, tree: ast.Module) -> None:
+        self._file = path.name
+        self.run = ParsedRun("TRL", {}, {}, base=path.resolve().parent)
+        self._values: dict[str, ast.expr | None] = {}
+        """Variable -> its value; None for one that is assigned several times."""
+        self._datasets: set[str] = set()
+        """Variables that hold what `load_dataset` returned."""
+        self._has_config = False
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                for target in targets:
+                    if isinstance(target, ast.Name):
+                        is_first = target.id not in self._values
+                        self._values[target.id] = node.value if is_first else None
+                        self._datasets |= {target.id} if "load_dataset(" in ast.unparse(node.value) else set()
+
+    def read_trainer(self, call: ast.Call) -> None:
+        """Read the call of the trainer, which also says what the rest is for."""
+        self.run.method = TRAINERS[_name_of(call)]
+        for name, value in self._arguments(call):
+            if name == "model" and isinstance(value, str):
+                self._set("model_name_or_path", value, call)
+            elif name == "reward_funcs":
+                self._set("reward_funcs", value, call)
+            elif name == "formatting_func":
+                self.run.notes[f"formatting_func = {value}"] = (
+                    "rows are rendered by the model's chat template: write them in a format of docs/data.md"
+                )
+            elif name == "max_seq_length":
+                self._set("max_length", value, call)
+            elif name not in NOT_SETTINGS:
+                self._set(name, value, call)
+
+    def read_call(self, call: ast.Call) -> None:
+        """Read another call of the script, if it is one that sets the run up."""
+        name = _name_of(call)
+        if name in (*CONFIGS, "TrainingArguments"):
+            if self._has_config:
+                self.run.notes[f"{name}(...) (line {call.lineno})"] = "only the first config of the script is read"
+                return
+            self._has_config = True
+            for key, value in self._arguments(call):
+                self._set({"max_seq_length": "max_length"}.get(key, key), value, call)
+            if name == "TrainingArguments":
+                self.run.add_settings(OLD_DEFAULTS, "TrainingArguments")
+        elif name in ("LoraConfig", "get_peft_model") and call.keywords:
+            self._read_lora(call)
+        elif name == "from_pretrained":
+            self._read_model(call)
+        elif name == "BitsAndBytesConfig":
+            for key, value in self._arguments(call):
+                if key in ("load_in_4bit", "load_in_8bit"):
+                    self._set(key, value, call)
+        elif name == "load_dataset":
+            self._read_dataset(call)
+        elif name in ROW_METHODS and isinstance(call.func, ast.Attribute) and self._is_dataset(call.func.value):
+            self.run.notes[f"{ast.unparse(call)[:80]} (line {call.lineno})"] = (
+                "rows are read as the file has them: write them as this makes them"
+            )
+
+    def _read_lora(self, call: ast.Call) -> None:
+        self._set("use_peft", True, call)
+        for key, value in self._arguments(call):
+            if key not in NOT_SETTINGS and not (key == "bias" and value == "none"):
+                self._set(f"lora_{key}" if key == "bias" else LORA_NAMES.get(key, key), value, call)
+        self.run.add_settings(LORA_DEFAULTS, "LoraConfig")
+
+    def _read_model(self, call: ast.Call) -> None:
+        """Read `from_pretrained` of a model: its first argument, or Unsloth's `model_name`."""
+        owner = ast.unparse(call.func)
+        if "Model" not in owner:  # of a tokenizer or a processor
+            return
+        arguments = dict(self._arguments(call))
+        source = self._value(call.args[0]) if call.args else arguments.get("model_name")
+        if source is not None:
+            self.run.add_settings({"model_name_or_path": source}, self._place(call))
+        if arguments.get("load_in_4bit") is True:
+            self._set("load_in_4bit", True, call)
+        if isinstance(arguments.get("max_seq_length"), int):
+            self.run.add_settings({"max_length": arguments["max_seq_length"]}, self._place(call))
+
+    def _read_dataset(self, call: ast.Call) -> None:
+        """Read the first call of `load_dataset`; others are noted."""
+        arguments = dict(self._arguments(call))
+        positional = [self._value(argument) for argument in call.args]
+        name = positional[0] if positional else arguments.get("path")
+        files = arguments.get("data_files")
+        if name in FILE_LOADERS and isinstance(files, dict):
+            files = files.get(str(arguments.get("split") or "train").partition("[")[0])
+        source = files if name in FILE_LOADERS else name
+        if "dataset_name" in self.run.settings:
+            self.run.notes[f"{ast.unparse(call)[:80]} (line {call.lineno})"] = "only the first load_dataset is read"
+            return
+        self._set("dataset_name", source, call)
+        subset = positional[1] if len(positional) > 1 else arguments.get("name")
+        if subset is not None:
+            self._set("dataset_config", subset, call)
+        split = arguments.get("split")
+        if split is not None and (name not in FILE_LOADERS or "[" in str(split)):
+            self._set("dataset_train_split", split, call)
+
+    def _is_dataset(self, node: ast.expr) -> bool:
+        """Return whether an expression is, or is made of, what `load_dataset` returned."""
+        names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+        return "load_dataset" in names or not names.isdisjoint(self._datasets)
+
+    def _arguments(self, call: ast.Call) -> Iterator[tuple[str, Any]]:
+        """Yield the named arguments of a call: (name, value), or (name, its text) for what is computed."""
+        for keyword in call.keywords:
+            if keyword.arg is not None:
+                yield keyword.arg, self._value(keyword.value)
+            else:
+                self.run.notes[f"**{ast.unparse(keyword.value)[:80]}"] = COMPUTED
+
+    def _value(self, node: ast.expr) -> Any:
+        """Return the value of a literal or of a variable that is one; else an `ast` node."""
+        if isinstance(node, ast.Name) and self._values.get(node.id) is not None:
+            node = self._values[node.id] or node
+        if isinstance(node, ast.List | ast.Tuple):
+            items = [self._value(item) for item in node.elts]
+            return [ast.unparse(item) if isinstance(item, ast.AST) else item for item in items]
+        try:
+            return ast.literal_eval(node)
+        except (TypeError, ValueError):
+            return node
+
+    def _set(self, name: str, value: Any, call: ast.Call) -> None:
+        """Record a setting, or that the script computes it."""
+        if not isinstance(value, ast.AST):
+            self.run.add_settings({name: value}, self._place(call))
+        elif name == "reward_funcs":
+            self.run.add_settings({name: [ast.unparse(value)]}, self._place(call))
+        elif name not in NOT_SETTINGS:
+            self.run.notes[f"{name} = {ast.unparse(value)[:80]}"] = COMPUTED
+
+    def _place(self, call: ast.Call) -> str:
+        return f"{self._file}:{call.lineno}"
