@@ -25,6 +25,8 @@ PALETTE = [
     "#6b4c9a", "#2f7d5b", "#d67195", "#439894", "#a05195", "#7f6000", "#79b4e8",
 ]  # fmt: skip
 """Colours of phases and owners, in their order: the same in every report."""
+STEP: Spec = {"field": "step", "type": "quantitative", "axis": {"tickMinStep": 1}}
+"""The axis of steps, which are whole also in short runs."""
 OWNER_ORDER = ["frozen parameters", "trained parameters", "gradients", "optimizer", "activations", "other", PROGRAM]
 
 
@@ -62,7 +64,7 @@ def draw_comparison(rows: list[Row], field: str, names: list[str]) -> Spec:
     colors = [PALETTE[index % len(PALETTE)] for index in range(len(names))]
     color = _name("of", title=None, scale={"domain": names, "range": colors})
     y = _number(field, title=None, scale={"zero": False})
-    (layer,) = _layer(rows, _line(rows), x=_number("step"), y=y, color=color)
+    (layer,) = _layer(rows, _line(rows), x=STEP, y=y, color=color)
     return {"layer": [{**layer, "params": [ZOOM]}], **OPTIONS}
 
 
@@ -105,7 +107,7 @@ def _draw_line(rows: list[Row], name: str, title: str, *, zero: bool = False) ->
     """Return the line of one value over the steps. `zero`: whether its axis begins at 0."""
     rows = [{"step": row["step"], name: row[name]} for row in rows if row.get(name) is not None]
     y = _number(name, title=title, scale={"zero": zero})
-    return _layer(rows, _line(rows), x=_number("step"), y=y)
+    return _layer(rows, _line(rows), x=STEP, y=y)
 
 
 def _draw_reward(history: RunHistory) -> list[Spec]:
@@ -119,7 +121,7 @@ def _draw_reward(history: RunHistory) -> list[Spec]:
     held_out = [
         {"step": row["step"], "reward": row["eval_reward"]} for row in history.evaluations if "eval_reward" in row
     ]
-    x, y, band = _number("step"), _number("reward"), {"type": "area", "opacity": 0.2}
+    x, y, band = STEP, _number("reward"), {"type": "area", "opacity": 0.2}
     return [
         *_layer(rows, band, x=x, y=_number("low", title="reward"), y2={"field": "high"}),
         *_layer(rows, _line(rows), x=x, y=y),
@@ -137,7 +139,7 @@ def _draw_loss(history: RunHistory) -> list[Spec]:
         if "eval_loss" in row
     ]
     encoding = {
-        "x": _number("step"),
+        "x": STEP,
         "y": _number("loss", scale={"zero": False}),
         "color": _name("of", title=None, sort=["training", "held out"]),
     }
@@ -155,7 +157,7 @@ def _draw_phases(rows: list[Row]) -> list[Spec]:
 
 
 def _draw_memory(rows: list[Row]) -> list[Spec]:
-    return _layer(rows, _line(rows), x=_number("step"), y=_number("gib", title="GiB"), color=_name("rank"))
+    return _layer(rows, _line(rows), x=STEP, y=_number("gib", title="GiB"), color=_name("rank"))
 
 
 def _draw_ledger(rows: list[Row]) -> list[Spec]:
