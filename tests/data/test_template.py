@@ -197,6 +197,20 @@ def test_special_tokens_in_tools_calls_and_results_stay_text() -> None:
         assert text.text[text.spans[0].begin : text.spans[0].end].count("<|im_start|>") == 1
 
 
+def test_a_second_token_that_a_template_writes_behind_the_last_turn_is_no_oddity() -> None:
+    """As Phi-4-mini's does, with a token that ends texts."""
+    tokenizer = copy.deepcopy(tokenizer_of("qwen2.5"))
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% else %}{{ eos_token }}{% endif %}"
+    )
+    for eos, is_odd in (("<|endoftext|>", False), ("<|im_end|>", True)):
+        tokenizer.eos_token = eos
+        renderer = Renderer(RendererSource.of(tokenizer, {}, parse_special_tokens=False, today=date(2026, 1, 1)))
+        text = renderer.render(Conversation(talk("q", "a")))
+        assert bool(text.oddities & Oddity.ENDS_TWICE) == is_odd
+
+
 def test_two_end_of_turn_tokens_and_leaked_or_empty_answers_are_noticed() -> None:
     renderer = renderer_of("qwen2.5")
     answer = "the long answer to everything"

@@ -307,6 +307,18 @@ def test_values_that_are_not_finite_are_left_to_the_first_step(weight: str) -> N
     assert not TokenLoss(model).holds_all_logits, "Llama neither scales nor caps its logits"
 
 
+def test_a_cap_is_known_although_the_logits_are_still_small() -> None:
+    """As of a fresh model, whose logits a cap of 30 hardly changes; they grow while it is trained."""
+    model = tiny_model("gemma2")
+    model.config.final_logit_softcapping = 30.0
+    model.model.norm.weight.data.fill_(-0.9)  # Gemma adds 1
+    isolate_samples(model, torch.float32, is_sharded=False)
+    assert model(input_ids=torch.arange(8)[None]).logits.abs().max() < 1
+    assert TokenLoss(model).holds_all_logits
+    model.config.final_logit_softcapping = None
+    assert not TokenLoss(model).holds_all_logits
+
+
 def build_llama() -> PreTrainedModel:
     model = tiny_model("llama")
     model.set_attn_implementation(implementation_for(type(model), model.config))

@@ -1,6 +1,8 @@
 """Every architecture that trains can be planned, except those whose code decides by values."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,3 +34,21 @@ def test_an_architecture_is_planned(name: str, tmp_path: Path) -> None:
             forecast(run, tmp_path, CPU)
     else:
         assert forecast(run, tmp_path, CPU).host_peak[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "renamed", "missing"),
+    [
+        ("lfm2", {}, {"intermediate_size": "block_ff_dim"}, ()),
+        ("nemotron_h", {"layers_block_type": ["mamba", "mlp", "attention", "mlp"]}, {},
+         ("n_routed_experts", "moe_intermediate_size", "num_experts_per_tok")),
+    ],
+)  # fmt: skip
+def test_a_config_as_it_is_released_is_planned(
+    name: str, layers: dict[str, Any], renamed: dict[str, str], missing: tuple[str, ...], tmp_path: Path
+) -> None:
+    config = {**tiny_model(name).config.to_diff_dict(), **layers}
+    config = {renamed.get(key, key): value for key, value in config.items() if key not in missing}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = {"dataset": "rows.jsonl", "output_dir": "run", "max_length": 32, "model": str(tmp_path), "device": "cpu"}
+    assert forecast(load_config(None, [], settings).run, tmp_path, CPU).host_peak[1] > 0

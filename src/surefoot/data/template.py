@@ -211,13 +211,14 @@ class ChatTemplate:
             message.content.rstrip().endswith(self._ends.written)
             for message in conversation.messages
             if message.role == "assistant" and conversation.kind == "chat"
-        ) or any(self._has_second_end(text, span.end) for span in spans)
+        ) or any(self._has_second_end(text, span) for span in spans)
 
-    def _has_second_end(self, text: str, end: int) -> bool:
-        match = self.control.match(text, end)
-        return match is not None and match.group() in (
-            self.source.eos,
-            *(self._ends.written if self.source.template else ()),
+    def _has_second_end(self, text: str, span: Span) -> bool:
+        match = self.control.match(text, span.end)
+        ends = (self.source.eos, *(self._ends.written if self.source.template else ()))
+        # A template may write another token behind the last turn, as that of Phi-4-mini does.
+        return (
+            match is not None and match.group() in ends and text[span.begin : span.end].rstrip().endswith(match.group())
         )
 
     def _restore_lookalikes(

@@ -59,6 +59,10 @@ def dummy_inputs(model: PreTrainedModel) -> dict[str, Any]:
     return {"input_ids": ids, "use_cache": False, ARGUMENT: SampleLayout.of([count], model.device)}
 
 
+PROBED_LOGIT = 100.0
+"""Size of the largest logit with which it is found out what a model does to its logits: beyond any cap."""
+
+
 def _probe_output_layer(model: PreTrainedModel) -> nn.Linear | None:
     """Return the output layer if logits are its output on the decoder's states and nothing else; else None. Collective.
 
@@ -77,10 +81,16 @@ def _probe_output_layer(model: PreTrainedModel) -> nn.Linear | None:
         inputs = dummy_inputs(model)
         with eval_no_grad(model):
             hidden = body_of(model)(**inputs).last_hidden_state
-            logits = model(**inputs).logits
-            # Equal also where values are not finite: the first step reports those and their origin.
             own = F.linear(*_cast_head_inputs(hidden, head))
-            return torch.allclose(own.float(), logits.float(), rtol=1e-3, atol=1e-4, equal_nan=True)
+            # Those of a model at its beginning are so small that a cap would hardly change them.
+            scale = PROBED_LOGIT / float(own.abs().max().nan_to_num(1.0).clamp(min=1e-6))
+            handle = head.register_forward_hook(lambda _module, _inputs, logits: logits * scale)
+            try:
+                logits = model(**inputs).logits
+            finally:
+                handle.remove()
+            # Equal also where values are not finite: the first step reports those and their origin.
+            return torch.allclose((own * scale).float(), logits.float(), rtol=1e-3, atol=1e-4 * scale, equal_nan=True)
 
     is_plain = as_fsdp_forward(model, is_head_plain)()
     reshard(model)  # weights may be loaded before the next forward

@@ -33,7 +33,10 @@ EXPERT_FIELDS = (
     *NUM_EXPERTS_FIELDS, "moe_intermediate_size", "num_experts_per_tok", "shared_expert_intermediate_size",
     "n_shared_experts",
 )  # fmt: skip
-OTHER_NAMES = {"num_hidden_layers": ("num_layers", "layers_block_type", "hybrid_override_pattern")}
+OTHER_NAMES = {
+    "num_hidden_layers": ("num_layers", "layers_block_type", "hybrid_override_pattern"),
+    "intermediate_size": ("block_ff_dim",),
+}
 """Names of fields in config.json that transformers' classes compute others from."""
 WITHOUT_KEYS = {"linear_attention", "conv", "mamba", "recurrent", "moe", "mlp"}
 """Kinds of layers that keep no keys and values of the tokens before."""
@@ -202,6 +205,9 @@ def check_fields(base: Path) -> None:
     num_experts = next(
         (getattr(config, name) for name in NUM_EXPERTS_FIELDS if isinstance(getattr(config, name, None), int)), 0
     )
+    kinds = layer_kinds(config)
+    if "mlp" in kinds and "moe" not in kinds:  # of layers with names for both, none has experts
+        num_experts = 0
     required = [name for name in FIELDS if getattr(config, name, None) and (num_experts or name not in EXPERT_FIELDS)]
     for field in required:
         attribute_map = getattr(config, "attribute_map", {})  # aliases of fields; families map in either direction
