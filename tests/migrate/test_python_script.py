@@ -85,6 +85,13 @@ def test_a_script_of_unsloth_is_read(tmp_path: Path) -> None:
     assert {name: values.get(name) for name in wanted} == wanted
 
 
+def test_a_model_that_the_script_computes_is_listed(tmp_path: Path) -> None:
+    text = "model = LlamaForCausalLM.from_pretrained(options.model)\nmodel = PeftModel.from_pretrained(model, 'old')\n"
+    run, values = run_of(tmp_path, f"{text}SFTTrainer(model=model, args=SFTConfig(**options))\n")
+    assert "model" not in values
+    assert {"model_name_or_path = options.model", "**options"} <= run.left_out.keys()
+
+
 @pytest.mark.parametrize(
     ("text", "message"), [("print(1)", r"train\.py: makes no trainer of TRL"), ("SFTTrainer(", r"train\.py: .*Python")]
 )

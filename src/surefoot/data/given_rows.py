@@ -47,6 +47,7 @@ def _name_reward(reward: Any) -> Any:
 
 
 def _name_function(function: Callable[..., Any]) -> str:
+    """Return a function of a module as file.py:function. Raises: ConfigError for any other function."""
     name, module = getattr(function, "__qualname__", repr(function)), inspect.getmodule(function)
     file = getattr(module, "__file__", None)
     if file is None or getattr(module, "__name__", None) == "__main__" or getattr(module, name, None) is not function:

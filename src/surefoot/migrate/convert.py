@@ -131,7 +131,7 @@ def _carry_setting(imported: ImportedRun, name: str, value: Any) -> None:
         names = [str(reward) for reward in as_list(value)]
         rewards, unmapped = map_rewards(run.program, names, as_list(run.settings.get("reward_weights") or []))
         imported.settings |= {name: (rewards, origin)} if rewards else {}
-        file = run.settings.get("external_plugins", "file.py")
+        file = as_list(run.settings.get("external_plugins") or "file.py")[0]
         left_out |= {f"{name} = {reward}": f"your own function: name it as {file}:FUNCTION" for reward in unmapped}
         return
     left_out |= _list_left_out_parts(run, name, value, peer_setting)

@@ -31,6 +31,8 @@ FILE_LOADERS = ("json", "csv", "parquet", "text", "arrow")
 ROW_METHODS = ("map", "filter", "select", "train_test_split", "rename_column", "rename_columns")
 """Methods that change the rows of a dataset."""
 COMPUTED = "the script computes it: set it yourself"
+NOT_MODELS = ("Tokenizer", "Processor", "Config", "PeftModel")
+"""Parts of the names of classes whose `from_pretrained` makes no base model."""
 NOT_SETTINGS = frozenset(
     "model args train_dataset eval_dataset peft_config processing_class tokenizer callbacks data_collator reward_funcs "
     "formatting_func optimizers compute_metrics task_type".split()
@@ -136,13 +138,12 @@ class _Script:
 
     def _read_model(self, call: ast.Call) -> None:
         """Read `from_pretrained` of a model: its first argument, or Unsloth's `model_name`."""
-        owner = ast.unparse(call.func)
-        if "Model" not in owner:  # of a tokenizer or a processor
+        if any(other in ast.unparse(call.func) for other in NOT_MODELS):
             return
         arguments = dict(self._arguments(call))
         source = self._value(call.args[0]) if call.args else arguments.get("model_name")
-        if source is not None:
-            self.run.add_settings({"model_name_or_path": source}, self._place(call))
+        if source is not None and "model_name_or_path" not in self.run.settings:
+            self._set("model_name_or_path", source, call)
         if arguments.get("load_in_4bit") is True:
             self._set("load_in_4bit", True, call)
         if isinstance(arguments.get("max_seq_length"), int):
