@@ -34,6 +34,8 @@ def test_three_lines_for_a_large_mixture_fit_one_large_card(three_lines: str) ->
     assert not told.findings
     assert "gradient_checkpointing: true" in told.as_text().splitlines()[0]
     assert told.as_dict()["gradient_checkpointing"] is True
+    assert "rows.jsonl does not exist" in told.as_text()
+    assert told.as_dict()["missing_data"] == told.missing_data
     assert not plan(three_lines, ["device=h100", "gradient_checkpointing=false"]).forecast.fits
     with_room = plan(three_lines, ["device=b200"])
     assert with_room.forecast.run.gradient_checkpointing is False, "recomputing would only take time"

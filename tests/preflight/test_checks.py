@@ -727,4 +727,5 @@ def test_every_code_of_the_catalogue_has_a_case() -> None:
         "SF742",
         "SF743",  # of tests/preflight/test_run_config.py
         "SF744",
+        "SF747",  # of tests/preflight/test_dataset_sample.py
     }

@@ -30,7 +30,7 @@ class Plan:
     """Which data files of the run are not there; a plan reads none of them."""
 
     def as_text(self) -> str:
-        notes = [f"{note}\n" for note in (self.missing_data, self.chosen) if note is not None]
+        notes = [f"{note}\n" for note in (self.chosen, self.missing_data) if note is not None]
         return "\n".join([*notes, format_forecast(self.forecast, self.findings, self.changes, self.price)])
 
     def as_dict(self) -> dict[str, Any]:
