@@ -311,9 +311,9 @@ class Dataset:
         elif len(problems) == ref.num_rows > 1:
             where = " and image_dir" if "image" in reason else ""
             settings = f"chat_template, dataset_format, columns{where}"
-            advice = f"None of the {ref.num_rows} rows read here can be used: look at {settings}"
+            advice = f"None of the {ref.num_rows} rows in this part of the file can be used: look at {settings}"
         elif len(problems) > 1:
-            advice = f"{len(problems)} of the {ref.num_rows} rows read here are bad. {advice}"
+            advice = f"{len(problems)} of the {ref.num_rows} rows in this part of the file are bad. {advice}"
         end = "" if reason.endswith(("?", ".")) else "."
         return f"{self._locate(ref, line)}: {reason}{end} {advice} ({self._where})."
 

@@ -23,6 +23,7 @@ COLUMNS = frozenset(name for row_format in FORMATS.values() for name in row_form
 """Surefoot's names of columns."""
 DataSetting = Literal["dataset", "eval_dataset"]
 DATA_SETTINGS: tuple[DataSetting, ...] = ("dataset", "eval_dataset")
+"""Settings that name data files."""
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 SPLIT = re.compile(r"^(?P<name>[\w.-]*)(\[(?P<begin>-?\d{1,12}%?)?:(?P<end>-?\d{1,12}%?)?\])?$", re.ASCII)
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval", "training", "testing", "evaluation")

@@ -34,7 +34,7 @@ COMPUTED = "the script computes it: set it yourself"
 NOT_MODELS = ("Tokenizer", "Processor", "Config", "PeftModel")
 """Parts of the names of classes whose `from_pretrained` makes no base model."""
 NOT_SETTINGS = frozenset(
-    "model args train_dataset eval_dataset peft_config processing_class tokenizer callbacks data_collator reward_funcs "
+    "model args train_dataset eval_dataset peft_config processing_class tokenizer callbacks data_collator "
     "formatting_func optimizers compute_metrics task_type".split()
 )
 """Arguments that are objects, or belong to another call that is read."""
@@ -75,7 +75,8 @@ class _Script:
         """Variable -> its value; None for one that is assigned several times."""
         self._datasets: set[str] = set()
         """Variables that hold what `load_dataset` returned."""
-        self._has_config = False
+        self._kinds_read: set[str] = set()
+        """Kinds of calls of which the first was read."""
         for node in ast.walk(tree):
             if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -91,14 +92,10 @@ class _Script:
         for name, value in self._arguments(call):
             if name == "model" and isinstance(value, str):
                 self._set("model_name_or_path", value, call)
-            elif name == "reward_funcs":
-                self._set("reward_funcs", value, call)
             elif name == "formatting_func":
-                self.run.notes[f"formatting_func = {value}"] = (
+                self.run.notes[f"formatting_func, line {call.lineno}"] = (
                     "rows are rendered by the model's chat template: write them in a format of docs/data.md"
                 )
-            elif name == "max_seq_length":
-                self._set("max_length", value, call)
             elif name not in NOT_SETTINGS:
                 self._set(name, value, call)
 
@@ -106,12 +103,10 @@ class _Script:
         """Read another call of the script, if it is one that sets the run up."""
         name = _name_of(call)
         if name in (*CONFIGS, "TrainingArguments"):
-            if self._has_config:
-                self.run.notes[f"{name}(...) (line {call.lineno})"] = "only the first config of the script is read"
+            if not self._is_first("config", call):
                 return
-            self._has_config = True
             for key, value in self._arguments(call):
-                self._set({"max_seq_length": "max_length"}.get(key, key), value, call)
+                self._set(key, value, call)
             if name == "TrainingArguments":
                 self.run.add_settings(OLD_DEFAULTS, "TrainingArguments")
         elif name in ("LoraConfig", "get_peft_model") and call.keywords:
@@ -128,6 +123,14 @@ class _Script:
             self.run.notes[f"{ast.unparse(call)[:80]} (line {call.lineno})"] = (
                 "rows are read as the file has them: write them as this makes them"
             )
+
+    def _is_first(self, kind: str, call: ast.Call) -> bool:
+        """Return whether a call is the first of its kind; note others."""
+        if kind in self._kinds_read:
+            self.run.notes[f"{ast.unparse(call)[:80]} (line {call.lineno})"] = f"only the first {kind} is read"
+            return False
+        self._kinds_read.add(kind)
+        return True
 
     def _read_lora(self, call: ast.Call) -> None:
         self._set("use_peft", True, call)
@@ -146,11 +149,13 @@ class _Script:
             self._set("model_name_or_path", source, call)
         if arguments.get("load_in_4bit") is True:
             self._set("load_in_4bit", True, call)
-        if isinstance(arguments.get("max_seq_length"), int):
-            self.run.add_settings({"max_length": arguments["max_seq_length"]}, self._place(call))
+        if "max_seq_length" in arguments:
+            self._set("max_seq_length", arguments["max_seq_length"], call)
 
     def _read_dataset(self, call: ast.Call) -> None:
-        """Read the first call of `load_dataset`; others are noted."""
+        """Read the first call of `load_dataset`."""
+        if not self._is_first("dataset", call):
+            return
         arguments = dict(self._arguments(call))
         positional = [self._value(argument) for argument in call.args]
         name = positional[0] if positional else arguments.get("path")
@@ -158,10 +163,8 @@ class _Script:
         if name in FILE_LOADERS and isinstance(files, dict):
             files = files.get(str(arguments.get("split") or "train").partition("[")[0])
         source = files if name in FILE_LOADERS else name
-        if "dataset_name" in self.run.settings:
-            self.run.notes[f"{ast.unparse(call)[:80]} (line {call.lineno})"] = "only the first load_dataset is read"
-            return
-        self._set("dataset_name", source, call)
+        if source is not None:
+            self._set("dataset_name", source, call)
         subset = positional[1] if len(positional) > 1 else arguments.get("name")
         if subset is not None:
             self._set("dataset_config", subset, call)
@@ -175,7 +178,7 @@ class _Script:
         return "load_dataset" in names or not names.isdisjoint(self._datasets)
 
     def _arguments(self, call: ast.Call) -> Iterator[tuple[str, Any]]:
-        """Yield the named arguments of a call: (name, value), or (name, its text) for what is computed."""
+        """Yield the name and the value of each named argument of a call; see `_value`."""
         for keyword in call.keywords:
             if keyword.arg is not None:
                 yield keyword.arg, self._value(keyword.value)
@@ -183,12 +186,9 @@ class _Script:
                 self.run.notes[f"**{ast.unparse(keyword.value)[:80]}"] = COMPUTED
 
     def _value(self, node: ast.expr) -> Any:
-        """Return the value of a literal or of a variable that is one; else an `ast` node."""
+        """Return the value of a literal or of a variable that is one; the node of anything that is computed."""
         if isinstance(node, ast.Name) and self._values.get(node.id) is not None:
             node = self._values[node.id] or node
-        if isinstance(node, ast.List | ast.Tuple):
-            items = [self._value(item) for item in node.elts]
-            return [ast.unparse(item) if isinstance(item, ast.AST) else item for item in items]
         try:
             return ast.literal_eval(node)
         except (TypeError, ValueError):
@@ -198,8 +198,9 @@ class _Script:
         """Record a setting, or that the script computes it."""
         if not isinstance(value, ast.AST):
             self.run.add_settings({name: value}, self._place(call))
-        elif name == "reward_funcs":
-            self.run.add_settings({name: [ast.unparse(value)]}, self._place(call))
+        elif name == "reward_funcs":  # functions, by their names
+            rewards = value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
+            self.run.add_settings({name: list(map(ast.unparse, rewards))}, self._place(call))
         elif name not in NOT_SETTINGS:
             self.run.notes[f"{name} = {ast.unparse(value)[:80]}"] = COMPUTED
 

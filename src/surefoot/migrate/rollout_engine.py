@@ -15,7 +15,7 @@ COLOCATED = (
     "the run starts one vLLM server for all ranks, beside them on their GPUs. vllm_sleep: true lets it release its "
     "memory between rollouts; vllm_devices gives it GPUs of its own"
 )
-"""What becomes of a vLLM engine inside each rank."""
+"""Note on vLLM engines inside the ranks."""
 
 
 def choose_rollout_engine(imported: ImportedRun) -> None:

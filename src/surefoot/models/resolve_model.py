@@ -240,7 +240,8 @@ def _fetch_from_hub(repository: str, where: str, weights: bool) -> Path:
 def _suggest_near(source: str) -> str:
     """Return a suggestion to add to an error if a folder here has nearly the name of a source, else an empty text."""
     path = Path(source)
-    names = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+    can_list = path.parent.is_dir() and os.access(path.parent, os.R_OK)
+    names = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if can_list else []
     near = difflib.get_close_matches(path.name, names, n=1)
     return f" (did you mean {path.parent / near[0]}?)" if near else ""
 

@@ -23,6 +23,7 @@ TOWER_ATTENTION = "sdpa"
 """Attention function of transformers in which images do not attend to each other, and no batch of text is packed.
 Towers that do not have it get their own, `eager`."""
 OF_ONE_RELEASE = "Take config.json and the processor's files from one release of the model."
+"""Advice where a tower and a processor do not fit each other."""
 
 
 def vision_tower(model: PreTrainedModel) -> tuple[str, nn.Module] | None:
@@ -128,13 +129,13 @@ def embed_images(
     features = model.base_model.get_image_features(**tensors, return_dict=True)
     if not is_blank:
         return {"input_ids": ids, **_token_types(model, ids), "mm_encoder_outputs": {"image": features}}
-    layers = [_projected(model, features), *(getattr(features, "deepstack_features", None) or ())]
+    layers = [_image_vectors(model, features), *(getattr(features, "deepstack_features", None) or ())]
     nothing = torch.stack([part.float().sum() for layer in layers for part in layer]).sum() * 0.0
     embeddings = model.get_input_embeddings()(ids)
     return {"input_ids": None, "inputs_embeds": embeddings + nothing.to(embeddings.dtype)}
 
 
-def _projected(model: PreTrainedModel, features: Any) -> Any:
+def _image_vectors(model: PreTrainedModel, features: Any) -> Any:
     """Return the vectors that take the places of image tokens: one tensor, or one for each image. Shapes: [..., H]."""
     if features.pooler_output is None:  # Llama 4 projects the tower's output in its forward
         return model.base_model.multi_modal_projector(features.last_hidden_state.flatten(0, -2))
@@ -147,7 +148,7 @@ def check_tower(model: PreTrainedModel, tensors: Mapping[str, Tensor], num_token
     `tensors`: see `embed_images`. Raises: ModelError.
     """
     try:
-        parts = _projected(model, model.base_model.get_image_features(**tensors, return_dict=True))
+        parts = _image_vectors(model, model.base_model.get_image_features(**tensors, return_dict=True))
     except torch.OutOfMemoryError:
         raise
     except BAD_CONFIG as error:

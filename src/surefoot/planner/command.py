@@ -1,14 +1,12 @@
 """The command `surefoot plan`: its config and options, which are checked before torch is imported."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from surefoot.data.given_rows import load_given
-from surefoot.data.sources import check_files_exist
-from surefoot.errors import ConfigError, DataError
+from surefoot.errors import ConfigError
 from surefoot.models.resolve_model import check_is_known
 
 if TYPE_CHECKING:
@@ -34,15 +32,9 @@ def plan(
     loaded = load_given(config, run_overrides, run_settings)
     check_is_known(loaded.run.model, loaded.where("model"))
     host_gib, price = (_parse_number(plan_options, name) for name in ("host_gib", "price"))
-    missing_data: str | None = None
-    try:
-        check_files_exist(loaded)
-    except DataError as error:
-        missing_data = str(error)
     from surefoot.planner.plan import plan_run
 
-    result = plan_run(loaded, plan_options.get("device"), host_gib=host_gib, price=price)
-    return replace(result, missing_data=missing_data)
+    return plan_run(loaded, plan_options.get("device"), host_gib=host_gib, price=price)
 
 
 def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from surefoot.config import LoadedConfig, RunConfig
-from surefoot.errors import ConfigError
+from surefoot.data.sources import check_files_exist
+from surefoot.errors import ConfigError, DataError
 from surefoot.findings import Finding
 from surefoot.models.resolve_model import resolve_model
 from surefoot.planner.choose import choose_for_memory
@@ -81,7 +82,23 @@ def plan_run(loaded: LoadedConfig, sheet: str | None, *, host_gib: float, price:
 
     run, chosen = choose_for_memory(run, forecast_run, is_on_gpu=device.is_gpu)
     current = forecast_run(run)
-    return Plan(current, list_findings(current, loaded), suggest(current, forecast_run), price, chosen)
+    return Plan(
+        current,
+        list_findings(current, loaded),
+        suggest(current, forecast_run),
+        price,
+        chosen,
+        _find_missing_data(loaded),
+    )
+
+
+def _find_missing_data(loaded: LoadedConfig) -> str | None:
+    """Return which data files of the run are not there; None if all are."""
+    try:
+        check_files_exist(loaded)
+    except DataError as error:
+        return str(error)
+    return None
 
 
 def _find_device(name: str) -> Device:

@@ -70,16 +70,19 @@ def check_targets(loaded: LoadedConfig, base: Path) -> None:
         raise ModelError(f"{error} ({loaded.where('target_modules')})") from error
 
 
-def check_images(context: TrainContext, reader: PixelReader) -> None:
+def check_images(context: TrainContext, reader: PixelReader, where: str) -> None:
     """Check that the model's vision tower and its processor fit each other, on a blank image. Collective.
 
-    Raises: ModelError.
+    `where`: the place of the model in the config. Raises: ModelError.
     """
     tensors, num_tokens = reader.blank
     on_device = {name: tensor.to(context.device) for name, tensor in tensors.items()}
 
     def check_blank() -> None:
-        check_tower(context.model, on_device, num_tokens)
+        try:
+            check_tower(context.model, on_device, num_tokens)
+        except ModelError as error:
+            raise ModelError(f"{str(error).removesuffix('.')} ({where}).") from error
 
     with eval_no_grad(context.model), context.forward_context():
         context.ranks.run_or_raise_on_all(as_fsdp_forward(context.model, check_blank))

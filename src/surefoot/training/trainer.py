@@ -330,7 +330,7 @@ def _load_train_context(
         run.emit(Notice(describe_choice(config, step_times_s)))
     train_context = build_train_context(config, base, ranks, device, sharding_of(config, ranks, device))
     if opened.data.reader is not None:
-        check_images(train_context, opened.data.reader)
+        check_images(train_context, opened.data.reader, run.loaded.where("model"))
     train_context = replace(train_context, phase=run.phases)
     for text in describe_model(train_context, config, base, tokenizer):
         run.emit(Notice(text))
