@@ -87,7 +87,9 @@ def test_a_script_of_unsloth_is_read(tmp_path: Path) -> None:
 
 def test_a_model_that_the_script_computes_is_listed(tmp_path: Path) -> None:
     text = "model = LlamaForCausalLM.from_pretrained(options.model)\nmodel = PeftModel.from_pretrained(model, 'old')\n"
-    run, values = run_of(tmp_path, f"{text}SFTTrainer(model=model, args=SFTConfig(report_to=[tracker], **options), formatting_func=f)\n")
+    run, values = run_of(
+        tmp_path, f"{text}SFTTrainer(model=model, args=SFTConfig(report_to=[tracker], **options), formatting_func=f)\n"
+    )
     assert "model" not in values
     listed = {"model_name_or_path = options.model", "**options", "report_to = [tracker]", "formatting_func, line 3"}
     assert listed <= run.left_out.keys()
