@@ -220,8 +220,14 @@ def test_a_block_of_zeros_may_have_the_scale_zero(released: Callable[[str], Path
         ("pack-quantized", {"num_bits": 3, "type": "int", "strategy": "channel"}, (96, 1)),
         ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [48, 32]}, (2, 2)),
         ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}, (1,)),
+        ("mxfp8-quantized", {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32}, (96, 2)),
+        ("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}, (96, 2)),
+        (
+            "nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+            (96, 4),
+        ),
     ],
-)
+)  # fmt: skip
 def test_rows_of_every_scheme_equal_those_of_the_package(
     stored: str, args: dict[str, object], grid: tuple[int, ...], released: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -233,6 +239,10 @@ def test_rows_of_every_scheme_equal_those_of_the_package(
     is_packed = stored == "pack-quantized"
     settings = {"targets": ["Linear"], "weights": {**args, "symmetric": not is_packed}}
     state = {"weight": torch.randn(96, 64), "weight_scale": torch.rand(grid) / 4 + 0.05}
+    if stored.startswith("mxfp"):  # its scales are powers of two
+        state["weight_scale"] = state["weight_scale"].log2().round().exp2()
+    if stored.startswith("nvfp4"):
+        state["weight_scale"], state["weight_global_scale"] = state["weight_scale"] * 300, torch.tensor([300.0])
     if is_packed:
         state["weight_zero_point"] = torch.randint(-3, 3, grid, dtype=torch.int8)
     compressor, scheme = BaseCompressor.get_value_from_registry(stored), QuantizationScheme(**settings)

@@ -237,7 +237,7 @@ class CompressedTensorsDequantizer(Dequantizer):
         for begin in range(rows.start // aligned * aligned, rows.stop, step) if rows else ():
             end = min(begin + step, weight.shape[0])
             tensors = {f"weight{ending}": self._cut(weight, ending, slices, begin, end) for ending in weight.parts}
-            with self._raise_misfits(weight.values.place):
+            with self._raise_misfits(f"{weight.values.place} (stored as {', '.join(sorted(tensors))})"):
                 chunk: Tensor = compressor.decompress(tensors, scheme)["weight"]
                 self._check_scales(weight, tensors, chunk, partial(compressor.decompress, scheme=scheme))
                 first, last = max(begin, rows.start), min(end, rows.stop)
@@ -298,9 +298,10 @@ class CompressedTensorsDequantizer(Dequantizer):
         except ModelError:
             raise
         except MISFITS as error:
-            reason = " ".join(str(error).split())[:300]
+            reason = ": ".join(filter(None, (type(error).__name__, " ".join(str(error).split())[:300])))
             raise ModelError(
-                f"{place} cannot be read by compressed-tensors: {type(error).__name__}: {reason}"
+                f"{place} cannot be read by compressed-tensors as {self._quantization.describe()}: {reason}. Do the "
+                "weights and config.json belong to one release?"
             ) from error
 
 
