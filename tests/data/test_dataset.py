@@ -233,6 +233,22 @@ def test_two_tokens_at_the_beginning_are_named(tmp_path: Path, tokenizer: PreTra
     assert "SF503" not in {finding.code for finding in data_findings(prepared(path, tokenizer), None)}
 
 
+def test_a_thinking_model_that_is_taught_to_answer_at_once_is_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    thinking = copy.deepcopy(tokenizer)
+    thinking.chat_template = str(tokenizer.chat_template).replace("assistant\n' }}", "assistant\n<think>\n' }}")
+    assert thinking.chat_template != tokenizer.chat_template
+    thought = talk("because</think>three")
+    for answers, is_named in (([talk("one"), talk("two"), thought], True), ([talk("one"), thought], False)):
+        path = write_jsonl(tmp_path / "a.jsonl", answers)
+        found = {finding.code: finding for finding in data_findings(prepared(path, thinking), None)}
+        assert ("SF512" in found) == is_named
+        if is_named:
+            assert found["SF512"].evidence == {"rows": 2, "of": 3, "first": "a.jsonl:1, a.jsonl:2"}
+    assert "SF512" not in {finding.code for finding in data_findings(prepared(path, tokenizer), None)}
+
+
 LINES = st.lists(
     st.one_of(
         st.sampled_from(["", "{", "[]", '{"messages": []}', '{"text": "plain"}', '{"messages": [{"role": "user"}]}']),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from surefoot.data.conversation import IMAGE, BadRow, Conversation, Message
-from surefoot.data.oddities import Oddity
+from surefoot.data.oddities import Oddity, opens_thought
 from surefoot.data.render import Rendered, Renderer
 from surefoot.data.renderer_source import RendererSource
 from surefoot.data.template import Text
@@ -225,6 +225,30 @@ def test_two_end_of_turn_tokens_and_leaked_or_empty_answers_are_noticed() -> Non
         renderer.render(one).oddities & Oddity.EMPTY_ANSWER for one in (thought, Conversation(talk("q", "0")))
     )
     assert not renderer_of("qwen3").render(thought).oddities & Oddity.LOST_REASONING
+
+
+def test_answers_without_the_thought_that_a_template_begins_are_noticed() -> None:
+    thought = Message("assistant", "a", reasoning="because")
+    answers = [
+        (Message("assistant", "a"), True), (thought, False), (Message("assistant", "because</think>a"), False),
+        (Message("assistant", "a", weight=0.0), False), (Message("assistant", ""), False),
+    ]  # fmt: skip
+    for name, begins in (("qwen3.5", True), ("r1-distill", True), ("qwen3", False), ("qwen2.5", False)):
+        for answer, has_none in answers:
+            text = renderer_of(name).render(Conversation((Message("user", "q"), answer)))
+            assert bool(text.oddities & Oddity.NO_THOUGHT) == (begins and has_none), (name, answer)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "opens"),
+    [
+        ("<|im_start|>assistant\n<think>\n", True), ("<|CHATBOT_TOKEN|><|START_THINKING|>", True),
+        ("<|START_THINKING|><|END_THINKING|>", False), ("<think>\n\n</think>\n\n", False), ("assistant\n", False),
+        ("Write <think> first.<|assistant|>", False),
+    ],
+)  # fmt: skip
+def test_the_beginning_of_a_thought_is_the_end_of_a_prompt(prompt: str, opens: bool) -> None:
+    assert opens_thought(prompt) == opens
 
 
 def test_thoughts_of_earlier_turns_that_a_template_drops_are_noticed() -> None:

@@ -10,6 +10,8 @@ from surefoot.findings import Finding
 LEAK_SHARE = 0.05
 """Share of answers contained in their prompts that is still normal, as in extraction tasks."""
 TRUNCATED_SHARE = 0.05
+NO_THOUGHT_SHARE = 0.5
+"""Share of answers without a thought that is still normal: data are mixed so that a model may do both."""
 
 FLAG_FINDINGS: dict[Oddity, tuple[str, float, str, str]] = {
     Oddity.ENDS_TWICE: (
@@ -39,6 +41,10 @@ FLAG_FINDINGS: dict[Oddity, tuple[str, float, str, str]] = {
     Oddity.EMPTY_ANSWER: (
         "SF511", 0.0, "the last answer is empty, so that the model is taught to say nothing",
         "Take these rows out, or check that the column of the answers is the right one.",
+    ),
+    Oddity.NO_THOUGHT: (
+        "SF512", NO_THOUGHT_SHARE, "the model thinks before it answers, and these answers teach it not to",
+        "Nothing, if that is meant. Else put thoughts into reasoning_content, or before `</think>` in the content.",
     ),
 }  # fmt: skip
 """Map from oddity to (code, share of samples that is still healthy, cause, fix)."""

@@ -1,5 +1,6 @@
 """Oddities of samples: they can be trained on, but are suspicious. `checks` turns them into findings."""
 
+import re
 from collections.abc import Sequence
 from enum import IntFlag
 
@@ -7,6 +8,8 @@ from surefoot.data.conversation import Conversation, Message
 
 LEAKED_CHARACTERS = 20
 """Length of an answer from which its occurrence in the prompt is no coincidence."""
+_THOUGHT = re.compile(r"<(?!/)[^<>]*think[^<>]*>", re.IGNORECASE)
+"""The beginning of a thought, such as `<think>` or `<|START_THINKING|>`; the end of some is found too."""
 
 
 class Oddity(IntFlag):
@@ -26,10 +29,15 @@ class Oddity(IntFlag):
     """The template shows that, but omits the reasoning of earlier turns whose answers may be trained."""
     EMPTY_ANSWER = 64
     """The last answer is trained but empty: no words, reasoning or calls."""
+    NO_THOUGHT = 128
+    """The generation prompt begins a thought, and the last answer is trained without one."""
 
 
-def find_oddities(text: str, conversation: Conversation, *, is_trained: bool) -> int:
-    """Return the oddities of a rendered conversation that its messages show, as bits."""
+def find_oddities(text: str, conversation: Conversation, *, is_trained: bool, opens_thoughts: bool) -> int:
+    """Return the oddities of a rendered conversation that its messages show, as bits.
+
+    `opens_thoughts`: the generation prompt of its template begins a thought.
+    """
     *context, last = conversation.messages
     answer = last.content.strip()
     newest = _get_last_exchange(conversation)
@@ -41,10 +49,18 @@ def find_oddities(text: str, conversation: Conversation, *, is_trained: bool) ->
         oddities |= Oddity.LOST_REASONING
     elif any(_get_reasoning(message) not in text for message in earlier if message.weight != 0):
         oddities |= Oddity.DROPPED_REASONING
-    is_empty = not (answer or last.tool_calls or last.reasoning)
-    if is_trained and is_empty and last.role == "assistant" and last.weight != 0:
-        oddities |= Oddity.EMPTY_ANSWER
+    if is_trained and last.role == "assistant" and last.weight != 0:
+        if not (answer or last.tool_calls or last.reasoning):
+            oddities |= Oddity.EMPTY_ANSWER
+        elif opens_thoughts and not (_get_reasoning(last) or _THOUGHT.search(answer)):
+            oddities |= Oddity.NO_THOUGHT
     return oddities
+
+
+def opens_thought(prompt: str) -> bool:
+    """Return whether a generation prompt ends with the beginning of a thought."""
+    thoughts = list(_THOUGHT.finditer(prompt))
+    return bool(thoughts) and "END" not in thoughts[-1][0] and not prompt[thoughts[-1].end() :].strip()
 
 
 def _get_last_exchange(conversation: Conversation) -> Sequence[Message]:

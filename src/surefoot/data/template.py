@@ -17,7 +17,7 @@ from functools import cached_property
 from surefoot.data.conversation import BadRow, Conversation, Message
 from surefoot.data.hidden_conversation import HiddenConversation
 from surefoot.data.images import Image
-from surefoot.data.oddities import Oddity, find_oddities
+from surefoot.data.oddities import Oddity, find_oddities, opens_thought
 from surefoot.data.template_source import PLAIN_TURNS, Template, TemplateSource
 from surefoot.data.turn_ends import TurnEnds, find_turn_ends, render_plain_turns
 from surefoot.data.turn_spans import TurnFinder, hidden_words
@@ -146,6 +146,10 @@ class ChatTemplate:
                 )
         return self._all_ends
 
+    @cached_property
+    def _opens_thoughts(self) -> bool:
+        return opens_thought(self._template.try_render(PLAIN_TURNS[:1], (), add_generation_prompt=True) or "")
+
     def _check_context_shown(self, conversation: Conversation, text: str) -> None:
         """Raise BadRow unless the text contains the tools and the words of system, user and tools."""
         self._check_tools_shown(conversation, text)
@@ -199,7 +203,12 @@ class ChatTemplate:
         conversation: Conversation,
         pieces: tuple[tuple[str, bool], ...] | None,
     ) -> Text:
-        oddities = find_oddities(text, conversation, is_trained=bool(spans))
+        oddities = find_oddities(
+            text,
+            conversation,
+            is_trained=bool(spans),
+            opens_thoughts=conversation.kind == "chat" and self._opens_thoughts,
+        )
         if self._ends_twice(text, spans, conversation):
             oddities |= Oddity.ENDS_TWICE
         if pieces is not None:

@@ -69,4 +69,13 @@ PAGES = {
         "The last answer of some rows has no words, no reasoning and no tool calls: only its end is trained.",
         "Remove these rows, or check that the column of the answers is the right one.",
     ),
+    "SF512": Page(
+        "answers of a thinking model are trained without thoughts",
+        "The chat template begins a thought before each answer (its generation prompt ends with `<think>`), and more "
+        "than half of the rows have answers without one: the model learns to end its thought at once.",
+        "Do nothing, if the model is to answer directly. Otherwise write the thoughts into reasoning_content, or into "
+        "the content before `</think>`. Where the template has a switch, enable_thinking: false trains and answers "
+        "without thoughts.",
+        severity="info",
+    ),
 }
