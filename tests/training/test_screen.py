@@ -130,6 +130,21 @@ def test_a_first_step_that_runs_is_shown() -> None:
     assert "step 1/200" in after
 
 
+def test_the_remaining_time_is_that_of_the_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run on a machine that was busy for a while, resumed after step 100."""
+    now = [0.0]
+    monkeypatch.setattr("surefoot.training.screen.time.perf_counter", lambda: now[0])
+    shown = io.StringIO()
+    screen = Screen(1, shown)
+    screen.observe(replace(STARTED, first_step=101))
+    for number in range(101, 131):
+        now[0] += 60 if number <= 110 else 2
+        screen.observe(step(number))
+    lines = [line.split("ETA ")[1] for line in shown.getvalue().splitlines() if "ETA" in line]
+    assert lines[0] == "1:39:00"
+    assert lines[-1] == "2:20"
+
+
 def test_elsewhere_each_step_is_a_whole_line() -> None:
     shown = io.StringIO()
     screen = Screen(1, shown)

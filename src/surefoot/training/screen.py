@@ -3,6 +3,7 @@
 import io
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -29,6 +30,8 @@ from surefoot.system.atomic_io import raise_storage_error
 from surefoot.system.console import CLEAR_LINE, format_time_left, write
 
 LINE_EVERY_S = 5.0
+STEPS_OF_ETA = 20
+"""Number of steps, the last ones, whose mean time the remaining ones are expected to take."""
 SHOWN_ROUNDLY = 10_000_000
 """Number of parameters from which on one digit after the decimal point of millions is enough."""
 LEAST_BAR, MOST_BAR = 8, 30
@@ -59,6 +62,8 @@ class Screen:
         """The terminal's width and colours; text is written to the stream itself, where a lost reader is no error."""
         self._began = time.perf_counter()
         self._first_step = 1
+        self._ends_of_steps = deque([(0, self._began)], maxlen=STEPS_OF_ETA + 1)
+        """(step, time at which it ended) of the last steps; the first entry is the one before the run's first step."""
         self._has_started = False
         self._running: BatchDescribed | None = None
         """The batch of the first step until that step ends: it may take minutes, and later ones take as long."""
@@ -88,12 +93,15 @@ class Screen:
             self._write_line(f"data: rows {rows}{held_out}{pending}")
         elif isinstance(event, RunStarted):
             self._began, self._first_step, self._has_started = time.perf_counter(), event.first_step, True
+            self._ends_of_steps.clear()
+            self._ends_of_steps.append((event.first_step - 1, self._began))
             self._write_line(_describe_run(event.config))
             self._write_line(_describe_size(event))
         elif isinstance(event, BatchDescribed):
             self._running = event if event.step == self._first_step else None
         elif isinstance(event, StepEnded):
             self._running = None
+            self._ends_of_steps.append((event.step, time.perf_counter()))
             if event.is_logged(self._every):
                 self._write(self._format_progress(event), end="\n" if event.is_last or not self._is_live else "")
         elif isinstance(event, Evaluated):
@@ -128,8 +136,8 @@ class Screen:
             self._last_line = now
 
     def _format_progress(self, event: StepEnded) -> str:
-        elapsed_s = time.perf_counter() - self._began
-        left_s = elapsed_s / (event.step - self._first_step + 1) * (event.total_steps - event.step)
+        (before, began), (step, now) = self._ends_of_steps[0], self._ends_of_steps[-1]
+        left_s = (now - began) / (step - before) * (event.total_steps - step)
         is_reward = "reward" in event.metrics
         parts = {
             "step": f"step {event.step}/{event.total_steps}",
@@ -139,7 +147,7 @@ class Screen:
             "experts": f"expert load {max(event.expert_load):.1f}x" if event.expert_load else "",
             "speed": f"{event.tokens_per_second:.0f} tok/s",
             "memory": f"{event.peak_memory_bytes / 2**30:.1f} GiB",
-            "elapsed": format_time_left(elapsed_s) if self._is_live else "",
+            "elapsed": format_time_left(now - self._began) if self._is_live else "",
             "left": f"ETA {format_time_left(left_s)}",
         }
         line = _join(parts)
