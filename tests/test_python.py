@@ -11,7 +11,7 @@ import pytest
 
 import surefoot
 from surefoot.data.given_rows import load_given
-from surefoot.errors import ConfigError, InputError
+from surefoot.errors import ConfigError, InputError, StoppedOnFinding
 from surefoot.events import Event, StepEnded
 from surefoot.findings import Finding
 from surefoot.training.run_summary import FindingLog, read_result
@@ -47,6 +47,20 @@ def test_rows_of_python_are_trained_like_those_of_a_file(settings: dict[str, Any
 def test_rows_that_cannot_be_trained_are_named(settings: dict[str, Any], rows: Any, named: str) -> None:
     with pytest.raises(InputError, match=named):
         surefoot.train(settings, dataset=rows)
+
+
+def test_the_checks_of_the_doctor_come_first(
+    settings: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAMES", "lo")  # a name that NCCL does not read
+    for changes, is_shown in (({}, True), ({"screen": False}, False), ({"preflight": False}, False)):
+        surefoot.train(settings, max_steps=1, overwrite_output_dir=True, **changes)
+        assert ("doctor: SF710" in capsys.readouterr().err) == is_shown
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
+    with pytest.raises(StoppedOnFinding) as raised:
+        surefoot.train(settings, nproc_per_node=2, output_dir=f"{settings['output_dir']}2")
+    assert raised.value.finding.code == "SF705"
+    assert not Path(f"{settings['output_dir']}2").exists()
 
 
 def test_callbacks_are_called_with_each_event(settings: dict[str, Any]) -> None:

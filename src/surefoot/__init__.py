@@ -24,7 +24,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from surefoot.system.process import is_rank, launcher_number, without_garbage_collection
+from surefoot.system.process import is_local_leader, is_rank, launcher_number, without_garbage_collection
 from surefoot.version import __version__
 
 if TYPE_CHECKING:
@@ -59,11 +59,20 @@ def train(
     `datasets.Dataset`. Progress goes to standard error unless `screen` is false. With `nproc_per_node` the ranks are
     processes of their own; under torchrun or SLURM this process is one of them. `callbacks` are called with each event
     of this process (`surefoot.events`: StepEnded, Evaluated, CheckpointSaved, ...); an exception in one ends the run.
-    Raises: surefoot.errors.SurefootError.
+    Unless `preflight` is false, the checks of `surefoot.doctor` are run first.
+    Raises: surefoot.errors.SurefootError; of it StoppedOnFinding, with the finding, where a check says that the run
+    cannot work.
     """
     from surefoot.data.given_rows import load_given
 
-    return train_loaded(load_given(config, overrides, settings), screen=screen, callbacks=callbacks)
+    loaded = load_given(config, overrides, settings)
+    if loaded.run.preflight and is_local_leader():
+        from surefoot.diagnostics.doctor import check_start
+        from surefoot.errors import StoppedOnFinding
+
+        for finding in check_start(loaded, screen=screen):
+            raise StoppedOnFinding(finding)
+    return train_loaded(loaded, screen=screen, callbacks=callbacks)
 
 
 def train_loaded(
@@ -107,7 +116,7 @@ def train_loaded(
 def _supervise_run(loaded: "LoadedConfig") -> AbstractContextManager[None]:
     """Return a context that supervises the run, or an empty one if this process does not start the supervisor."""
     run = loaded.run
-    if not run.health or (is_rank() and launcher_number("LOCAL_RANK") != 0):
+    if not run.health or not is_local_leader():
         return nullcontext()
     from surefoot.diagnostics.monitor.supervisor import GONE_S
     from surefoot.launch.sidecar import ranks_elsewhere, watched

@@ -101,3 +101,68 @@ def test_a_model_that_the_script_computes_is_listed(tmp_path: Path) -> None:
 def test_other_scripts_are_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run_of(tmp_path, text)
+
+
+EVALUATED = "args = SFTConfig(output_dir='out', eval_strategy='steps')\n{}\nSFTTrainer(model='m', args=args, {})"
+
+
+@pytest.mark.parametrize(
+    ("rows", "arguments", "wanted"),
+    [
+        (
+            "rows = load_dataset('json', data_files='a.jsonl', split='train').remove_columns(['id'])\n"
+            "parts = rows.train_test_split(test_size=0.1, seed=42)",
+            "train_dataset=parts['train'], eval_dataset=parts['test']",
+            {"dataset": "a.jsonl", "eval_fraction": 0.1},
+        ),
+        (
+            "parts = load_dataset('owner/rows', split='train').train_test_split(train_size=0.8)",
+            "train_dataset=parts['train'], eval_dataset=parts['test'].select(range(9))",
+            {"dataset": [{"path": "owner/rows", "split": "train"}], "eval_fraction": 0.2},
+        ),
+        (
+            "rows = load_dataset('owner/rows')", "train_dataset=rows['train'], eval_dataset=rows['dev']",
+            {"dataset": "owner/rows", "eval_dataset": {"path": "owner/rows", "split": "dev"}},
+        ),
+        (
+            "rows = load_dataset('json', data_files={'train': 'a.jsonl', 'test': 'b.jsonl'})",
+            "train_dataset=rows['train'], eval_dataset=rows['test']", {"dataset": "a.jsonl", "eval_dataset": "b.jsonl"},
+        ),
+        (
+            "a = load_dataset('owner/rows', split='train[:9]')\nb = load_dataset('owner/others', split='test')",
+            "train_dataset=a, eval_dataset=b.map(f)",
+            {
+                "dataset": [{"path": "owner/rows", "split": "train[:9]"}],
+                "eval_dataset": {"path": "owner/others", "split": "test"},
+            },
+        ),
+        (
+            "rows = load_dataset('owner/rows')", "train_dataset=rows['train'], eval_dataset=None",
+            {"dataset": "owner/rows"},
+        ),
+    ],
+)  # fmt: skip
+def test_the_evaluation_data_of_a_script_are_those_of_its_trainer(
+    tmp_path: Path, rows: str, arguments: str, wanted: dict[str, Any]
+) -> None:
+    run, values = run_of(tmp_path, EVALUATED.format(rows, arguments))
+    assert {name: value for name, value in values.items() if "dataset" in name or "eval_fraction" in name} == wanted
+    assert not any("eval_dataset" in name or "train_test_split" in name for name in run.source.notes)
+
+
+def test_evaluation_data_that_a_script_computes_are_named(tmp_path: Path) -> None:
+    run, values = run_of(
+        tmp_path,
+        EVALUATED.format("rows = load_dataset('owner/rows')\nb = make(b)", "train_dataset=rows, eval_dataset=b"),
+    )
+    assert "eval_dataset" not in values
+    assert any(name.startswith("eval_dataset, line ") for name in run.source.notes)
+    text = EVALUATED.format(
+        "parts = load_dataset('owner/rows').train_test_split(test_size=200)", "eval_dataset=parts['test']"
+    )
+    assert "eval_fraction" not in run_of(tmp_path, text)[1]
+
+
+def test_arguments_of_the_model_are_read_from_the_config(tmp_path: Path) -> None:
+    text = "SFTTrainer(model='m', args=SFTConfig(model_init_kwargs={'torch_dtype': 'bfloat16'}))"
+    assert run_of(tmp_path, text)[1]["dtype"] == "bfloat16"

@@ -16,7 +16,7 @@ import pytest
 import surefoot
 from surefoot.cli import main
 from surefoot.config import load_config
-from surefoot.diagnostics.doctor import may_start
+from surefoot.diagnostics.doctor import check_start
 from surefoot.diagnostics.preflight.runner import as_launched, not_looked_at
 from surefoot.findings import CATALOGUE
 from tests.support.machines import LAPTOP
@@ -66,7 +66,7 @@ def test_what_was_not_looked_at_is_said(
     monkeypatch.setattr("surefoot.diagnostics.preflight.runner.WITHIN_S", 0.5)
     main(["doctor", config])
     said = capsys.readouterr().out
-    assert may_start(as_launched(load_config(config)))
+    assert not check_start(as_launched(load_config(config)))
     answers.set()
     assert re.search(r"^- +model +.* 0\.5 s$", said, re.M)
     for name in ("chat template", "the run itself", "first rows"):
@@ -93,7 +93,7 @@ def test_cards_that_say_nothing_are_told_of_before_a_run(
     machine = replace(LAPTOP, unknown={"cards": "no answer within 8.0 s"})
     monkeypatch.setattr("surefoot.diagnostics.doctor.snapshot_for", lambda _: machine)
     for device, is_told in (("auto", True), ("cpu", False)):
-        assert may_start(load_config(config, [f"device={device}"]))
+        assert not check_start(load_config(config, [f"device={device}"]))
         said = re.search(r"^doctor: .*\(cards\): .* 8\.0 s$", capsys.readouterr().err, re.M)
         assert (said is not None) == is_told
 
@@ -129,7 +129,7 @@ def test_warnings_are_said_and_stop_nothing(
     config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAMES", "lo")
-    assert may_start(load_config(config))
+    assert not check_start(load_config(config))
     said = capsys.readouterr().err
     assert re.fullmatch(r"doctor: SF710 environment variables: NCCL_SOCKET_IFNAMES .*\n", said)
 

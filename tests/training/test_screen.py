@@ -113,13 +113,8 @@ def test_a_first_step_that_runs_is_shown() -> None:
     terminal = Terminal()
     screen = Screen(1, terminal)
     batch = BatchDescribed(0, 1, 900, 90, 4, 0, micro_batches=2)
-    for event in (
-        STARTED,
-        batch,
-        PhaseBegan(0, 1, "forward"),
-        PhaseEnded(0, 1, "forward"),
-        PhaseBegan(0, 1, "forward"),
-    ):
+    phases = ("forward", "forward", "backward", "forward")  # the first one begins the step
+    for event in (STARTED, batch, *(PhaseBegan(0, 1, phase) for phase in phases)):
         screen.observe(event)
     assert terminal.lines()[-1] == "step 1 is running, part 2 of 2 (900 tokens, 0:00) ..."
     screen.observe(step(1))

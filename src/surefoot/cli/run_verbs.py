@@ -1,7 +1,6 @@
 """The commands that take a run.yaml or write one: train, data, doctor, plan, import and settings."""
 
 import argparse
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from surefoot.cli.output import Parser, parse_count, show, working
 from surefoot.errors import ConfigError, InputError, StoppedOnFinding
 from surefoot.launch.run_verb import DONE, train_and_print
 from surefoot.system.console import print_json, report_lost_output, say
-from surefoot.system.process import is_local_rank, is_rank, leave
+from surefoot.system.process import is_local_leader, is_local_rank, is_rank, leave
 
 WIDTH_OF_A_FILE = 120
 """Columns of text that is not written to a terminal."""
@@ -83,12 +82,14 @@ def run_train(arguments: argparse.Namespace) -> int:
     loaded = load_config(arguments.config, [*arguments.overrides, *shown])
     check_is_known(loaded.run.model, loaded.where("model"))
     check_files_exist(loaded)
-    # If the first rank of a machine refuses, torchrun ends the others.
-    is_first_here = not is_rank() or os.environ.get("LOCAL_RANK") == "0"
-    if loaded.run.preflight and is_first_here:
-        from surefoot.diagnostics.doctor import may_start
+    if loaded.run.preflight and is_local_leader():  # if it refuses, torchrun ends the other ranks
+        from surefoot.diagnostics.doctor import check_start
 
-        if not may_start(loaded):
+        faults = check_start(loaded)
+        for finding in faults:
+            say(finding.as_text())
+        if faults:
+            say("the run was not started; set preflight=false to start it anyway")
             return StoppedOnFinding.exit_status
     if is_rank() or not loaded.run.health:
         return train_and_print(loaded, as_json=arguments.json)

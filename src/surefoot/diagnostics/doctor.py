@@ -16,6 +16,7 @@ from surefoot.diagnostics.preflight.runner import (
     snapshot_for,
 )
 from surefoot.errors import ConfigError
+from surefoot.findings import Finding
 from surefoot.system.console import say
 from surefoot.system.machine import Snapshot, read_snapshot
 from surefoot.system.machine_snapshot import GPU_PARTS
@@ -92,22 +93,20 @@ def _list_changes(against: Path, machine: Snapshot) -> list[str]:
         raise ConfigError(f"--against: {error}. Give the output_dir of a run, or what --json printed.") from error
 
 
-def may_start(loaded: LoadedConfig) -> bool:
-    """Print the result of the preflight checks and return whether the run may start."""
+def check_start(loaded: LoadedConfig, *, screen: bool = True) -> list[Finding]:
+    """Run the preflight checks of a run and return the findings with which it must not start.
+
+    Warnings, and checks without an answer, go to standard error unless `screen` is false.
+    """
     loaded = as_launched(loaded)
     machine = snapshot_for(loaded)
     checks = examine(machine, loaded)
     silent = [part for part in GPU_PARTS if part in machine.unknown and loaded.run.device != "cpu"]
-    if silent:
+    if silent and screen:
         say(f"doctor: cannot query the GPUs ({', '.join(silent)}): {machine.unknown[silent[0]]}")
-    for check in checks:
+    for check in checks if screen else ():
         if not check.is_answered:
             say(f"doctor: {check.name}: {check.text}")
         if check.status == "warning" and check.finding is not None:
             say(f"doctor: {check.finding.code} {check.name}: {check.text}")
-    failed = [check.finding for check in checks if check.status == "failed" and check.finding is not None]
-    for finding in failed:
-        say(finding.as_text())
-    if failed:
-        say("the run was not started; set preflight=false to start it anyway")
-    return not failed
+    return [check.finding for check in checks if check.status == "failed" and check.finding is not None]

@@ -240,15 +240,16 @@ def _choose_eval_dataset(imported: ImportedRun) -> None:
     if run.program != "TRL" or not isinstance(imported.get_value("dataset"), str):
         return
     name, origin = imported.settings["dataset"]
-    train, test, subset = (options.get(f"dataset_{part}") for part in ("train_split", "test_split", "config"))
+    train, subset = (options.get(f"dataset_{part}") for part in ("train_split", "config"))
+    test = options.get("dataset_test_split", "test")
 
     def make_source(split: Any) -> dict[str, Any]:
         return {"path": name, **({"subset": subset} if subset else {}), **({"split": split} if split else {})}
 
     if train or subset:
         imported.settings["dataset"] = ([make_source(train)], origin)
-    if strategies and not imported.has_evaluation:
-        imported.settings["eval_dataset"] = (make_source(test or "test"), f"dataset_test_split of {run.program}")
+    if strategies and not imported.has_evaluation and test is not None:
+        imported.settings["eval_dataset"] = (make_source(test), f"dataset_test_split of {run.program}")
 
 
 def _carry_max_samples(imported: ImportedRun) -> None:

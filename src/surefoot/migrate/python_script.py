@@ -30,6 +30,10 @@ FILE_LOADERS = ("json", "csv", "parquet", "text", "arrow")
 """First arguments of `load_dataset` with which it reads `data_files`."""
 ROW_METHODS = ("map", "filter", "select", "train_test_split", "rename_column", "rename_columns")
 """Methods that change the rows of a dataset."""
+DEFAULT_TEST_SIZE = 0.25
+"""Share that `train_test_split` of datasets holds out by itself."""
+MODEL_NAMES = {"torch_dtype": "dtype", "revision": "model_revision"}
+"""Arguments of `from_pretrained` -> TRL's settings with another name."""
 COMPUTED = "the script computes it: set it yourself"
 NOT_MODELS = ("Tokenizer", "Processor", "Config", "PeftModel")
 """Parts of the names of classes whose `from_pretrained` makes no base model."""
@@ -56,6 +60,7 @@ def read_python_script(path: Path, text: str) -> ParsedRun | None:
     script.read_trainer(trainers[0])
     for call in sorted(calls, key=lambda call: call.lineno):
         script.read_call(call)
+    script.read_evaluation(trainers[0])
     return script.run
 
 
@@ -63,6 +68,10 @@ def _name_of(call: ast.Call) -> str:
     """Return the last part of the name of what is called: `from_pretrained` of AutoModel.from_pretrained."""
     function = call.func
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
 
 
 class _Script:
@@ -75,6 +84,10 @@ class _Script:
         """Variable -> its value; None for one that is assigned several times."""
         self._datasets: set[str] = set()
         """Variables that hold what `load_dataset` returned."""
+        self._evaluation: ast.Call | None = None
+        """The call that makes the trainer's `eval_dataset`."""
+        self._evaluation_split: Any = None
+        """The part of it that is taken: "test" in `rows["test"]`."""
         self._kinds_read: set[str] = set()
         """Kinds of calls of which the first was read."""
         for node in ast.walk(tree):
@@ -92,6 +105,8 @@ class _Script:
         for name, value in self._arguments(call):
             if name == "model" and isinstance(value, str):
                 self._set("model_name_or_path", value, call)
+            elif name == "eval_dataset":
+                self._evaluation, self._evaluation_split = self._find_origin(value)
             elif name == "formatting_func":
                 self.run.notes[f"formatting_func, line {call.lineno}"] = (
                     "rows are rendered by the model's chat template: write them in a format of docs/data.md"
@@ -119,10 +134,51 @@ class _Script:
                     self._set(key, value, call)
         elif name == "load_dataset":
             self._read_dataset(call)
+        elif call is self._evaluation:
+            pass  # see read_evaluation
         elif name in ROW_METHODS and isinstance(call.func, ast.Attribute) and self._is_dataset(call.func.value):
             self.run.notes[f"{ast.unparse(call)[:80]} (line {call.lineno})"] = (
                 "rows are read as the file has them: write them as this makes them"
             )
+
+    def read_evaluation(self, trainer: ast.Call) -> None:
+        """Read the trainer's `eval_dataset`: another split, other files, or a share of the rows."""
+        call, split = self._evaluation, self._evaluation_split
+        if call is not None and _name_of(call) == "train_test_split":
+            sizes = dict(self._arguments(call))
+            rest = 1 - sizes["train_size"] if isinstance(sizes.get("train_size"), float) else DEFAULT_TEST_SIZE
+            self._set("eval_fraction", sizes.get("test_size", round(rest, 6)), call)
+        elif call is not None:
+            source, split = self._find_rows(call, split)
+            if source == self.run.settings.get("dataset_name"):
+                self._set("dataset_test_split", split, call)
+            else:
+                self._set("eval_dataset", {"path": source, "split": split} if split else source, call)
+        elif any(keyword.arg == "eval_dataset" and not _is_none(keyword.value) for keyword in trainer.keywords):
+            self.run.notes[f"eval_dataset, line {trainer.lineno}"] = (
+                "the script computes it: set eval_dataset to its file, or eval_fraction to the share that is held out"
+            )
+        self.run.add_settings({"dataset_test_split": None}, self._place(trainer))  # the script names no split
+
+    def _find_origin(self, node: Any) -> tuple[ast.Call | None, Any]:
+        """Return the call that makes the rows of an expression, and the part that is taken of what it returns.
+
+        Methods of a dataset, such as `map`, are looked through. None if another call makes them.
+        """
+        part, followed = None, set()
+        while isinstance(node, ast.Name | ast.Subscript | ast.Call):
+            if isinstance(node, ast.Call):
+                if _name_of(node) in ("load_dataset", "train_test_split"):
+                    return node, part
+                node = node.func.value if isinstance(node.func, ast.Attribute) else None
+            elif isinstance(node, ast.Subscript):
+                part, node = self._value(node.slice), node.value
+            elif node.id in followed:
+                break
+            else:
+                followed.add(node.id)
+                node = self._values.get(node.id)
+        return None, None
 
     def _is_first(self, kind: str, call: ast.Call) -> bool:
         """Return whether a call is the first of its kind; note others."""
@@ -154,23 +210,30 @@ class _Script:
 
     def _read_dataset(self, call: ast.Call) -> None:
         """Read the first call of `load_dataset`."""
-        if not self._is_first("dataset", call):
+        if ("dataset" in self._kinds_read and call is self._evaluation) or not self._is_first("dataset", call):
             return
-        arguments = dict(self._arguments(call))
-        positional = [self._value(argument) for argument in call.args]
-        name = positional[0] if positional else arguments.get("path")
-        files = arguments.get("data_files")
-        if name in FILE_LOADERS and isinstance(files, dict):
-            files = files.get(str(arguments.get("split") or "train").partition("[")[0])
-        source = files if name in FILE_LOADERS else name
+        source, split = self._find_rows(call)
         if source is not None:
             self._set("dataset_name", source, call)
-        subset = positional[1] if len(positional) > 1 else arguments.get("name")
+        subset = self._value(call.args[1]) if len(call.args) > 1 else dict(self._arguments(call)).get("name")
         if subset is not None:
             self._set("dataset_config", subset, call)
-        split = arguments.get("split")
-        if split is not None and (name not in FILE_LOADERS or "[" in str(split)):
+        if split is not None:
             self._set("dataset_train_split", split, call)
+
+    def _find_rows(self, call: ast.Call, part: Any = None) -> tuple[Any, Any]:
+        """Return the files or the id that a call of `load_dataset` reads, and the split that is to be named, or None.
+
+        `part`: the part that is taken of what it returns.
+        """
+        arguments = dict(self._arguments(call))
+        name = self._value(call.args[0]) if call.args else arguments.get("path")
+        files, split = arguments.get("data_files"), part or arguments.get("split")
+        if name not in FILE_LOADERS:
+            return name, split
+        if isinstance(files, dict):
+            files = files.get(str(split or "train").partition("[")[0])
+        return files, split if "[" in str(split) else None
 
     def _is_dataset(self, node: ast.expr) -> bool:
         """Return whether an expression is, or is made of, what `load_dataset` returned."""
@@ -196,7 +259,10 @@ class _Script:
 
     def _set(self, name: str, value: Any, call: ast.Call) -> None:
         """Record a setting, or that the script computes it."""
-        if not isinstance(value, ast.AST):
+        if name == "model_init_kwargs" and isinstance(value, dict):
+            for key, option in value.items():
+                self._set(MODEL_NAMES.get(key, str(key)), option, call)
+        elif not isinstance(value, ast.AST):
             self.run.add_settings({name: value}, self._place(call))
         elif name == "reward_funcs":  # functions, by their names
             rewards = value.elts if isinstance(value, ast.List | ast.Tuple) else [value]

@@ -54,6 +54,11 @@ def is_local_rank() -> bool:
     return is_rank() and "LOCAL_RANK" in os.environ
 
 
+def is_local_leader() -> bool:
+    """Return whether this process speaks for its machine: no rank, or the first rank of it."""
+    return not is_rank() or launcher_number("LOCAL_RANK") == 0
+
+
 def stop_signals() -> list[signal.Signals]:
     """Return the signals that stop a run: Ctrl-C, a scheduler's, a closed terminal's (unless nohup ignores it)."""
     is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN

@@ -67,8 +67,8 @@ class Screen:
         self._has_started = False
         self._running: BatchDescribed | None = None
         """The batch of the first step until that step ends: it may take minutes, and later ones take as long."""
-        self._num_forwards = 0
-        """Number of forward passes of the first step so far."""
+        self._num_backwards = 0
+        """Number of backward passes of the first step that have begun."""
         self._last_line = self._phase_began = self._began
 
     def observe(self, event: Event) -> None:
@@ -78,6 +78,7 @@ class Screen:
             self._phase_began = time.perf_counter()
             if self._is_live and not self._has_started and event.phase in STARTING:
                 self._write(STARTING[event.phase][: self._console.width - 1], end="")
+            self._num_backwards += event.phase == "backward"
             if event.phase == "forward" and self._running is not None:
                 self._show_first_step(self._running)
         elif isinstance(event, PhaseEnded):
@@ -98,7 +99,7 @@ class Screen:
             self._write_line(_describe_run(event.config))
             self._write_line(_describe_size(event))
         elif isinstance(event, BatchDescribed):
-            self._running = event if event.step == self._first_step else None
+            self._running, self._num_backwards = event if event.step == self._first_step else None, 0
         elif isinstance(event, StepEnded):
             self._running = None
             self._ends_of_steps.append((event.step, time.perf_counter()))
@@ -121,8 +122,8 @@ class Screen:
             self._write("", end="")
 
     def _show_first_step(self, batch: BatchDescribed) -> None:
-        self._num_forwards += 1
-        part = f", part {self._num_forwards} of {batch.micro_batches}" if batch.micro_batches > 1 else ""
+        number = self._num_backwards + 1
+        part = f", part {number} of {batch.micro_batches}" if batch.micro_batches > 1 else ""
         elapsed = format_time_left(time.perf_counter() - self._began)
         self._show_passing(f"step {batch.step} is running{part} ({batch.tokens} tokens, {elapsed}) ...")
 
