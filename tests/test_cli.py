@@ -61,6 +61,8 @@ def test_help_loads_no_torch() -> None:
         ("plan", "no.yaml"),
         ("plan", "r.yaml", "price=x"),
         ("data", "r.yaml"),
+        ("data", "no_data.yaml"),
+        (),
         ("doctor", "r.yaml"),
         ("chat", "./no"),
         ("train", "no_data.yaml"),

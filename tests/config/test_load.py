@@ -118,11 +118,11 @@ def test_peers_names_and_values(tmp_path: Path, text: str, field: str, value: An
     [
         (
             "stage: sft\ndo_train: true\nlearning_rte: 1\n",
-            r"(?s)'stage' \(run\.yaml:4\).*'do_train' \(run\.yaml:5\).*'learning_rte'.* 'learning_rate'\? "
-            r"\(run\.yaml:6\).* surefoot import --to NEW\.yaml .*run\.yaml",
+            r"(?s) surefoot import --to NEW\.yaml .*run\.yaml.*'stage' \(run\.yaml:4\).*'do_train' \(run\.yaml:5\)"
+            r".*'learning_rte'.* 'learning_rate'\? \(run\.yaml:6\)",
         ),
         ("learning_rte: 1\n", r"'learning_rte'.*'learning_rate'.*\(run\.yaml:4\)"),
-        ("\n\nsequence_length: 3\n", r"'sequence_length'.*'sequence_len'.*max_length.*\(run\.yaml:6\)"),
+        ("\n\nsequence_length: 3\n", r"'sequence_length'.*'max_length'.*\(run\.yaml:6\)"),
         ("xyzzy: 1\n", r"'xyzzy'.*`surefoot settings`.*\(run\.yaml:4\)"),
         ("max_steps: many\n", r"max_steps='many': .*integer.*\(run\.yaml:4\)"),
         ("max_steps: 0\n", r"max_steps=0: must .* 0 \(run\.yaml:4\)"),

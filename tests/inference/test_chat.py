@@ -1,6 +1,8 @@
 """Conversations of `surefoot chat`."""
 
+import shutil
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +10,15 @@ import pytest
 
 import surefoot
 import surefoot.inference.chat
+from surefoot.cli import main
 from surefoot.data.render import tokenize_prompts
 from surefoot.errors import ModelError
-from surefoot.inference.chat import Chat
+from surefoot.inference.chat import Chat, find_system
+from surefoot.inference.load import find_model
+from surefoot.models.build import load_tokenizer
 from surefoot.models.generate import complete
 from tests.models.architectures import tiny_model
+from tests.support.data import counting_rows, write_jsonl
 
 
 @pytest.fixture
@@ -46,6 +52,45 @@ def test_the_conversation_goes_on_until_it_begins_anew(
         ["Be kind.", "four"],
     ]
     assert "new conversation" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("systems", "setting", "wanted"),
+    [
+        (["Answer in a word."], None, "Answer in a word."), ([None], None, None), (["A.", "B."], None, None),
+        (["A.", None], None, None), ([None], "Be brief.", "Be brief."),
+    ],
+)  # fmt: skip
+def test_a_chat_begins_with_the_system_text_of_the_rows(
+    systems: list[str | None], setting: str | None, wanted: str | None, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Of the setting, or the one that all rows have; not one that the template writes by itself."""
+    rows = [
+        {"messages": [*([{"role": "system", "content": system}] if system else []), *row["messages"]]}
+        for system, row in zip(cycle(systems), counting_rows(8), strict=False)
+    ]
+    data = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+    run = surefoot.train(settings, dataset=data, max_steps=1, system=setting, screen=False).run_folder
+    files = find_model(str(run))
+    assert find_system(files, load_tokenizer(files.base, None)) == wanted
+
+
+def test_an_unfinished_run_answers_from_its_newest_checkpoint(
+    settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = [[{"role": "user", "content": "Count"}]]
+    run = surefoot.train(settings, save_steps=2, save_total_limit=None, screen=False).run_folder
+    surefoot.export(run, tmp_path / "two", step=2)
+    expected = surefoot.complete(*surefoot.load(tmp_path / "two"), prompts, max_new_tokens=6)
+    shutil.rmtree(run / "adapter")
+    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    before = sorted(run.iterdir())
+    assert main(["chat", str(run), "--prompt", "Count", "--max-new-tokens", "6"]) == 0
+    assert capsys.readouterr().out.strip() == expected[0].strip()
+    assert surefoot.complete(*surefoot.load(run), prompts, max_new_tokens=6) == expected
+    assert sorted(run.iterdir()) == before
+    with pytest.raises(ModelError, match="surefoot chat"):
+        find_model(str(run))
 
 
 @pytest.mark.parametrize("name", ["hrm_text", "xlstm"])

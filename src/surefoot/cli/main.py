@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 
@@ -10,6 +11,7 @@ from surefoot.cli.model_verbs import add_model_verbs
 from surefoot.cli.output import Parser
 from surefoot.cli.run_verbs import add_run_verbs
 from surefoot.cli.watching_verbs import add_watching_verbs
+from surefoot.errors import InputError
 from surefoot.launch.run_verb import DONE, run_verb
 from surefoot.system.console import protect_streams, report_lost_output
 from surefoot.system.process import own_stop_signals
@@ -34,6 +36,9 @@ def _run_command(arguments: Sequence[str] | None) -> int:
     """Parse the arguments, those of the program if None, and run their command."""
     parser = build_parser()
     parsed, extra = parser.parse_known_args(arguments)
+    if not hasattr(parsed, "verb"):
+        parser.print_help(sys.stderr)
+        return InputError.exit_status
     if extra and not (hasattr(parsed, "overrides") and all("=" in text for text in extra)):
         near = difflib.get_close_matches(extra[0].partition("=")[0], parsed.options, n=1)
         hint = ". Settings are written key=value: max_steps=2" if hasattr(parsed, "overrides") else ""
@@ -48,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all verbs."""
     parser = Parser(prog="surefoot", description="Fine-tune LLMs: dense and Mixture-of-Experts, LoRA or full.")
     parser.add_argument("--version", action="version", version=f"surefoot {surefoot.__version__}")
-    verbs = parser.add_subparsers(required=True, metavar="verb")
+    verbs = parser.add_subparsers(metavar="verb")
     add_run_verbs(verbs)
     add_watching_verbs(verbs)
     add_model_verbs(verbs)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import surefoot
 from surefoot.cli.output import Parser, parse_count, parse_positive, show, working
 from surefoot.errors import ConfigError
+from surefoot.system.console import say
 
 if TYPE_CHECKING:
     from surefoot.inference.load import ModelFiles
@@ -32,7 +33,7 @@ def add_model_verbs(verbs: "argparse._SubParsersAction[Parser]") -> None:
     chat = verbs.add_parser("chat", help="chat with a model, or answer one prompt")
     _add_model(chat)
     chat.add_argument("--prompt", type=_as_utf8, help="answer this prompt and exit")
-    chat.add_argument("--system", type=_as_utf8, help="the system message (default: `system` of the run)")
+    chat.add_argument("--system", type=_as_utf8, help="the system message (default: that of the run or of its rows)")
     chat.add_argument("--max-new-tokens", type=int, default=256)
     chat.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     chat.add_argument("--json", action="store_true")
@@ -59,13 +60,18 @@ def _add_model(parser: Parser) -> None:
 
 
 def _find_model(arguments: argparse.Namespace) -> "ModelFiles":
-    """Return the files of the model that the arguments name. A missing folder is refused before torch is imported."""
-    from surefoot.models.resolve_model import check_is_known
-
-    check_is_known(arguments.model, arguments.model)
+    """Return the files of the model that the arguments name."""
+    _check_model_is_known(arguments)
     from surefoot.inference.load import find_model
 
     return find_model(arguments.model, arguments.adapter)
+
+
+def _check_model_is_known(arguments: argparse.Namespace) -> None:
+    """Refuse a model whose folder is missing, before torch is imported."""
+    from surefoot.models.resolve_model import check_is_known
+
+    check_is_known(arguments.model, arguments.model)
 
 
 def _add_serve(verbs: "argparse._SubParsersAction[Parser]") -> None:
@@ -159,16 +165,21 @@ def _as_utf8(text: str) -> str:
 
 
 def _run_chat(arguments: argparse.Namespace) -> None:
-    files = _find_model(arguments)
-    from surefoot.inference.chat import Chat
-    from surefoot.inference.load import load
+    _check_model_is_known(arguments)
+    from surefoot.inference.chat import Chat, find_system
+    from surefoot.inference.load import load, open_model
 
-    with working("loading the model"):
+    with working("loading the model"), open_model(arguments.model, arguments.adapter) as files:
         model, tokenizer = load(files)
+    system = arguments.system
+    if system is None:
+        system = find_system(files, tokenizer)
+        if system is not None and arguments.prompt is None:
+            say(f"system: {system}")
     chat = Chat(
         model,
         tokenizer,
-        files.system if arguments.system is None else arguments.system,
+        system,
         max_new_tokens=arguments.max_new_tokens,
         temperature=arguments.temperature,
     )

@@ -101,6 +101,7 @@ INSTEAD: dict[str, str] = {
     "max_samples": "write it as a split of the source: dataset: {path: ..., split: '[:1000]'}",
     "dataset_text_field": "name the column: columns: {text: NAME}",
     "dataloader_num_workers": "samples are prepared by dataset_num_proc processes, and batches need none; drop it",
+    "use_peft": "tuning: lora, which is the default; tuning: full trains all weights",
     "assistant_only_loss": "train_on: assistant, which is the default",
     **dict.fromkeys(["save_strategy", "logging_strategy"], "save_steps and logging_steps say when"),
     **dict.fromkeys(["eval_strategy", "evaluation_strategy"], "eval_dataset turns evaluation on, eval_steps sets when"),

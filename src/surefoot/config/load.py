@@ -106,7 +106,7 @@ def load_config(
         if key not in DEEPSPEED_KEYS or number == last:
             settings.add(key, setting, replace=True)
     if settings.problems:
-        raise ConfigError("\n".join([*settings.problems, *_suggest_import(path, [key for key, _ in entries])]))
+        raise ConfigError("\n".join([*_suggest_import(path, [key for key, _ in entries]), *settings.problems]))
     loaded = LoadedConfig(settings.validate(), settings.places, settings.renamed, settings.notes)
     check_contradictions(loaded)
     return loaded
@@ -331,7 +331,7 @@ def _suggest_name(key: str, fields: Mapping[str, FieldInfo]) -> str:
     if not near:
         return ". `surefoot settings` lists them all"
     meant = ALIASES.get(near[0], near[0])
-    return f"; did you mean '{meant}'?" if meant == near[0] else f"; did you mean '{near[0]}' (here: {meant})?"
+    return f"; did you mean '{meant}'?"
 
 
 def _can_be_none(annotation: Any) -> bool:

@@ -165,5 +165,5 @@ def _join_roles(roles: Sequence[str]) -> str:
 
 def shown(value: Any) -> str:
     """Return the value of a row as errors quote it."""
-    text = repr(value)
+    text = "null" if value is None else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -98,9 +98,9 @@ def detect(columns: Collection[str], *, prompts: bool = False) -> str:
             f"Say which one with `dataset_format: {candidates[0]}`"
         )
     format_list = "; ".join(f"{name} ({' + '.join(sorted(needed, reverse=True))})" for name, needed in formats.items())
-    example = "{query: YOUR_COLUMN}" if prompts else "{query: YOUR_COLUMN, response: YOUR_COLUMN}"
+    example = "columns: {query: YOUR_COLUMN}" if prompts else "columns: {query: YOUR_COLUMN, response: YOUR_COLUMN}"
     raise BadRow(
-        f"the columns ({names}) fit no known format: {format_list}. Name them with `columns: {example}`, for example"
+        f"the columns ({names}) fit no known format: {format_list}. Say what yours mean, for example with `{example}`"
     )
 
 

@@ -159,7 +159,7 @@ def may_list(source: str, folder: Path) -> bool:
 def _find_local_files(text: str, split: str) -> tuple[Path, ...]:
     path = Path(text)
     if path.is_dir():
-        return _select_split(_list_folder(path), path, split)
+        return _select_split(_list_folder(path), path, split, text)
     if glob.has_magic(text) and not path.exists():
         names = sorted(glob.iglob(text, recursive=True), reverse=True)  # noqa: PTH207 - the pattern may be absolute
         real = {Path(name).resolve(): Path(name) for name in names}  # each file once, even if links name it again
@@ -168,7 +168,7 @@ def _find_local_files(text: str, split: str) -> tuple[Path, ...]:
             raise _BadSource(f"dataset {text}: the pattern matches no file")
         for file in files:
             _check_kind(file)
-        return _select_split(files, Path(text.partition("*")[0]).parent, split) if split else files
+        return _select_split(files, Path(text.partition("*")[0]).parent, split, text) if split else files
     try:
         path.stat()
     except FileNotFoundError:
@@ -178,7 +178,7 @@ def _find_local_files(text: str, split: str) -> tuple[Path, ...]:
     except OSError as error:
         raise _BadSource(f"dataset {text} cannot be read: {error.strerror or error}") from error
     _check_kind(path)
-    return _select_split((path,), path.parent, split) if split not in ("", "train") else (path,)
+    return _select_split((path,), path.parent, split, text) if split not in ("", "train") else (path,)
 
 
 def _check_kind(path: Path) -> None:
@@ -202,9 +202,10 @@ def _list_folder(folder: Path) -> tuple[Path, ...]:
     return tuple(files)
 
 
-def _select_split(files: tuple[Path, ...], folder: Path, split: str) -> tuple[Path, ...]:
+def _select_split(files: tuple[Path, ...], folder: Path, split: str, source: str) -> tuple[Path, ...]:
     """Select the files of a split by the hub's convention: the file's name begins with it, or a parent folder has it.
 
+    `source`: what the config names, for errors.
     Raises: DataError if no file belongs to the split, or if there are several splits and none is named.
     """
     parts = {file: file.relative_to(folder).parts if file.is_relative_to(folder) else file.parts for file in files}
@@ -216,14 +217,14 @@ def _select_split(files: tuple[Path, ...], folder: Path, split: str) -> tuple[Pa
         chosen = select_files(split, True) or select_files(split, False)
         if not chosen:
             raise _BadSource(
-                f"dataset {folder}: no file belongs to split '{split}'; it holds "
-                f"{', '.join(file.name for file in files[:6])}"
+                f"dataset {source}: none of its files belongs to split '{split}' by its name: "
+                f"{', '.join(file.name for file in files[:6])}. To hold rows out of a file, set eval_fraction"
             )
         return chosen
     splits = [name for name in SPLITS if select_files(name, False)]
     if any(name.startswith("train") for name in splits) and not all(name.startswith("train") for name in splits):
         raise _BadSource(
-            f"dataset {folder} holds several splits: {', '.join(splits)}. Name one, split: train for example"
+            f"dataset {source} holds several splits: {', '.join(splits)}. Name one, for example with `split: train`"
         )
     return files
 

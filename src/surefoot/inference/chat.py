@@ -1,13 +1,40 @@
 """The command `surefoot chat`: a conversation with a model, whose answers appear as they are written."""
 
+from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surefoot.data.render import tokenize_prompts
 from surefoot.errors import InputError
+from surefoot.inference.load import ModelFiles
 from surefoot.models.generate import complete
 from surefoot.system.console import say
+from surefoot.system.json_files import read_objects
+from surefoot.training.run_summary import SAMPLES, is_sample
 
+_MARK = "\U000ffffd"
+"""Stands for a message in a rendering that shows where a template writes it."""
 COMMANDS = "/clear begins anew, /system TEXT sets the system text and begins anew, /exit or Ctrl-D ends"
+
+
+def find_system(files: ModelFiles, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the system text to begin with: that of the run, or the one that all samples of its first step have.
+
+    None without one, and for one that the template writes by itself.
+    """
+    if files.system is not None or files.run is None:
+        return files.system
+    lines = [line for _, line in read_objects(files.run / SAMPLES) if line is not None and is_sample(line)]
+    texts = ["".join(text for text, _ in line["parts"]) for line in lines]
+    turns = [{"role": "system", "content": _MARK}, {"role": "user", "content": _MARK}]
+    try:
+        with_system, without = (tokenizer.apply_chat_template(part, tokenize=False) for part in (turns, turns[1:]))
+        before, between, _ = str(with_system).split(_MARK)
+    except (TemplateError, ValueError):  # a template without system messages, or no template
+        return None
+    if len(texts) < 2 or not all(text.startswith(before) and between in text for text in texts):
+        return None
+    system, *others = {text.removeprefix(before).partition(between)[0] for text in texts}
+    return None if others or str(without).startswith(before + system + between) else system
 
 
 class Chat:

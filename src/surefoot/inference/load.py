@@ -1,7 +1,10 @@
 """Loading of a trained model for generation: a run folder, an adapter, or a model, with an adapter or without."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -14,7 +17,7 @@ from surefoot.models.build import build_model
 from surefoot.models.generate import end_tokens
 from surefoot.models.resolve_model import local_path, resolve_model
 from surefoot.models.vision import attention_of
-from surefoot.training.export import find_base, load_adapter, load_tokenizer_of, read_run_config
+from surefoot.training.export import export, find_base, load_adapter, load_tokenizer_of, read_run_config
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,13 @@ def find_model(source: str, adapter: str | Path | None = None) -> ModelFiles:
             raise ModelError(
                 f"{folder} is a run folder with an adapter of its own; give its base model with --adapter."
             )
-        return _files_of_run(folder)
+        artifact = _find_artifact(folder)
+        if not artifact.is_dir():
+            raise ModelError(
+                f"{folder} is unfinished. `surefoot chat` talks to its newest checkpoint, and `surefoot export "
+                f"{folder} FOLDER` writes what that holds, with --merge as a whole model."
+            )
+        return _files_of_run(folder, artifact)
     if adapter is not None and (adapter / "run.yaml").is_file() and (adapter / "adapter").is_dir():
         adapter = adapter / "adapter"
     name = (adapter or folder).resolve().name
@@ -54,15 +63,29 @@ def find_model(source: str, adapter: str | Path | None = None) -> ModelFiles:
     return ModelFiles(resolve_model(source, source), adapter, name)
 
 
-def _files_of_run(folder: Path) -> ModelFiles:
+@contextmanager
+def open_model(source: str, adapter: str | Path | None = None) -> Iterator[ModelFiles]:
+    """Yield the files of a model as `find_model` does, also of an unfinished run: of its newest checkpoint.
+
+    Those are written into a temporary folder of the run, which is removed at the end.
+    """
+    folder = local_path(source)
+    if adapter is not None or not (folder / "run.yaml").is_file() or _find_artifact(folder).is_dir():
+        yield find_model(source, adapter)
+        return
+    with TemporaryDirectory(prefix=".unfinished-", dir=folder) as scratch:
+        artifact = export(folder, Path(scratch) / "model", merge=False, step=None)
+        yield _files_of_run(folder, artifact)
+
+
+def _find_artifact(run: Path) -> Path:
+    """Return the folder of the adapter or model that a run writes at its end."""
+    return run / ("model" if read_run_config(run).tuning == "full" else "adapter")
+
+
+def _files_of_run(folder: Path, artifact: Path) -> ModelFiles:
     config = read_run_config(folder)
     is_full = config.tuning == "full"
-    artifact = folder / ("model" if is_full else "adapter")
-    if not artifact.is_dir():
-        raise ModelError(
-            f"{folder} is unfinished. `surefoot export {folder} FOLDER` writes what its newest "
-            "checkpoint holds, and with --merge a model to talk to."
-        )
     source = str(artifact) if is_full else config.model
     return ModelFiles(
         base=resolve_model(source, source),

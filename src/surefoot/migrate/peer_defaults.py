@@ -80,8 +80,12 @@ def note_peer_defaults(imported: ImportedRun) -> None:
         if not _has_prompt_limit(imported):
             notes["max_prompt_length"] = UNCUT_PROMPTS.format(program=run.program)
     for name, why in notes.items():
-        if name not in explicit:
-            imported.note_missing(name, why)
+        if name in explicit:
+            continue
+        imported.note_missing(name, why)
+        if name in imported.settings:
+            value, origin = imported.settings[name]
+            imported.settings[name] = (value, f"{origin}, as near as it can be: see below")
 
 
 def _has_prompt_limit(imported: ImportedRun) -> bool:

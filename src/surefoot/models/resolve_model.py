@@ -232,8 +232,8 @@ def _fetch_from_hub(repository: str, where: str, weights: bool) -> Path:
     except Exception as error:  # the hub client raises many unrelated types; each becomes one message with its cause
         raise ModelError(
             f"model {repository}: there is no folder of that name here{_suggest_near(repository)}, and the hub did not "
-            f"give it: {one_line(error)}. Check the spelling, the network and your hub token, or give a local folder "
-            f"({where})."
+            f"give it. Check the spelling, the network and your hub token, or give a local folder ({where}). The hub's "
+            f"client says: {one_line(error)}."
         ) from error
 
 

@@ -137,7 +137,7 @@ class StopSignal:
         if not self._deferred or not is_first:
             raise KeyboardInterrupt(signal.Signals(number).name)
         if is_ctrl_c and not self._is_ending and os.environ.get("RANK", "0") == "0":
-            say_at_once("the run stops as soon as it can, and saves; Ctrl-C again ends it unsaved")
+            say_at_once("the run saves and stops when this step or evaluation is done; Ctrl-C again ends it unsaved")
 
 
 @contextmanager

@@ -64,7 +64,7 @@ def export(run: Path, target: Path, *, merge: bool, step: int | None, emit: Emit
         return _merge_or_copy(finished, target, merge, emit, run)
     checkpoint = _find_checkpoint(run, step)
     if not finished.is_dir():
-        LOGGER.warning("%s is not complete: written from its checkpoint of %s", run, _describe_step(checkpoint, config))
+        LOGGER.warning("%s is not complete: its checkpoint of %s is taken", run, _describe_step(checkpoint, config))
     base = resolve_model(config.model, f"{run}/run.yaml")
     tokenizer = load_tokenizer(base, config.chat_template)
     saved = ShardedTensors(checkpoint / "model")

@@ -105,7 +105,8 @@ def claim(loaded: LoadedConfig) -> Iterator[Resume]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(
-                f"output_dir={folder} is in use by another process right now. Choose another folder."
+                f"output_dir={folder} is in use by another process right now: `surefoot watch {folder}` shows it. "
+                f"Choose another folder for another run ({loaded.where('output_dir')})."
             ) from error
         except OSError as error:
             raise ConfigError(
@@ -342,12 +343,12 @@ def _refuse_other_run(loaded: LoadedConfig) -> tuple[str, ...]:
         name, artifact = ("init_adapter", "adapter") if config.tuning == "lora" else ("model", "model")
         source = str(folder / artifact)
         if not Path(source).is_dir():  # the run was interrupted
-            source = f"the folder that `surefoot export {folder} FOLDER` writes"
+            source = "that FOLDER"
         raise CheckpointError(
             f"output_dir={folder} holds a run of another length: {'; '.join(changes)}. With lr_scheduler_type: "
             f"{config.lr_scheduler_type} and warmup_ratio: {config.warmup_ratio:g} the learning rates would change. "
-            f"Begin a new run from it, with {name}: {source} and another output_dir; or set overwrite_output_dir: true "
-            f"to delete it ({where})."
+            f"To keep what it has learned, `surefoot export {folder} FOLDER`. To go on, begin a new run from it, with "
+            f"{name}: {source} and another output_dir. overwrite_output_dir: true deletes it ({where})."
         )
     if changes:
         raise CheckpointError(

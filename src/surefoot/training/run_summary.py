@@ -227,6 +227,15 @@ def steps_done(run_folder: Path) -> int:
     return steps
 
 
+def is_sample(line: Mapping[str, Any]) -> bool:
+    """Return whether a line has all fields of a line of samples.jsonl."""
+    parts = line.get("parts")
+    are_parts = isinstance(parts, list) and all(
+        isinstance(part, list) and len(part) == 2 and isinstance(part[0], str) for part in parts
+    )
+    return are_parts and {"place", "tokens"} <= line.keys()
+
+
 def is_evaluation(line: Mapping[str, Any]) -> bool:
     """Return whether a line of metrics.jsonl is an evaluation's: each line of a step has its learning rate."""
     return "learning_rate" not in line

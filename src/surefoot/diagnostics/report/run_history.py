@@ -13,7 +13,7 @@ from surefoot.diagnostics.rules.step_times import RankTimes
 from surefoot.errors import ConfigError
 from surefoot.system.json_files import DamagedFile, is_count, is_number, read_object, read_objects
 from surefoot.training.run_dir import ENVIRONMENT, saved_config
-from surefoot.training.run_summary import COMPLETIONS, METRICS, SAMPLES
+from surefoot.training.run_summary import COMPLETIONS, METRICS, SAMPLES, is_sample
 
 Row = dict[str, Any]
 T = TypeVar("T")
@@ -99,7 +99,7 @@ def read_run_history(run_folder: Path) -> RunHistory:
             [_select_numbers(line, ROLLOUT_NAMES) for line in steps if is_number(line.get("reward"))], MOST_POINTS
         ),
         completions=_select_completions(run_folder / COMPLETIONS),
-        samples=[line for line in _read_lines(run_folder / SAMPLES) if _is_sample(line)],
+        samples=[line for line in _read_lines(run_folder / SAMPLES) if is_sample(line)],
         expert_load=_collect_expert_load(steps),
         phases=_collect_phases(entries),
         memory=_collect_memory(entries),
@@ -150,15 +150,6 @@ def _is_completion(line: Row) -> bool:
     are_messages = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
     has_text = isinstance(line.get("completion"), str) and (prompt is None or isinstance(prompt, str) or are_messages)
     return has_text and {"reward", "advantage", "tokens"} <= line.keys()
-
-
-def _is_sample(line: Row) -> bool:
-    """Return whether a line has all fields that the list of samples shows."""
-    parts = line.get("parts")
-    are_parts = isinstance(parts, list) and all(
-        isinstance(part, list) and len(part) == 2 and isinstance(part[0], str) for part in parts
-    )
-    return are_parts and {"place", "tokens"} <= line.keys()
 
 
 def _read_lines(path: Path) -> list[Row]:
