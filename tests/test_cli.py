@@ -18,6 +18,7 @@ from surefoot.config import load_config
 from surefoot.config.describe import settings_as_text
 from surefoot.findings import CATALOGUE
 from surefoot.launch.run_verb import run_verb, train_and_print
+from surefoot.training.run_summary import RunResult
 from tests.support.data import counting_rows, write_jsonl
 from tests.support.processes import surefoot
 
@@ -79,6 +80,24 @@ def test_a_mistake_on_the_command_line_is_refused_before_torch_is_imported(
     )
     assert done.stdout.split() == ["2", "False"], done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "the same command resumes"), ({"overwrite_output_dir": True}, " overwrite_output_dir=false resumes"),
+        ({"resume_from_checkpoint": False}, " resume_from_checkpoint=auto resumes"),
+    ],
+)  # fmt: skip
+def test_what_resumes_an_interrupted_run_is_said(
+    changes: dict[str, object], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same command deletes the run where `overwrite_output_dir` is set."""
+    result = RunResult("interrupted", Path("run"), 3, 1.0, None, 0, {}, True, None)
+    monkeypatch.setattr("surefoot.train_loaded", lambda _: result)
+    loaded = load_config(None, [], {"model": ".", "dataset": "a.jsonl", "output_dir": "run", **changes})
+    train_and_print(loaded, as_json=False)
+    assert words in capsys.readouterr().out
 
 
 def test_settings_are_listed() -> None:

@@ -13,7 +13,7 @@ from surefoot.errors import InputError, StoppedOnFinding, SurefootError
 from surefoot.system.console import print_json, say, write
 
 if TYPE_CHECKING:
-    from surefoot.config import LoadedConfig
+    from surefoot.config import LoadedConfig, RunConfig
 
 DONE, FAILED = 0, 1
 CRASHED = 70
@@ -73,6 +73,19 @@ def train_and_print(loaded: "LoadedConfig", *, as_json: bool) -> int:
         loss += f", eval_loss {result.evaluation['eval_loss']:.4f}" if "eval_loss" in result.evaluation else ""
         place = f"artifact: {result.artifact}" if result.artifact else f"run folder: {result.run_folder}"
         steps = f"{result.steps} step{'s' * (result.steps != 1)}"
-        resume = "the same command resumes the run\n" if result.status == "interrupted" and result.steps else ""
-        write(sys.stdout, f"{result.status} after {steps}{loss}{speed}\n{place}\n{resume}")
+        write(sys.stdout, f"{result.status} after {steps}{loss}{speed}\n{place}\n")
+        if result.status == "interrupted" and result.steps:
+            write(sys.stdout, f"{_describe_resuming(loaded.run)}\n")
     return DONE if result.status == "completed" else FAILED
+
+
+def _describe_resuming(run: "RunConfig") -> str:
+    """Return what resumes an interrupted run."""
+    changes = []
+    if run.overwrite_output_dir:
+        changes.append("overwrite_output_dir=false")
+    if run.resume_from_checkpoint is False:
+        changes.append("resume_from_checkpoint=auto")
+    if changes:
+        return f"the same command with {' '.join(changes)} resumes the run; as it is, it does not"
+    return "the same command resumes the run"
