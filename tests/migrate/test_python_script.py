@@ -104,63 +104,95 @@ def test_other_scripts_are_refused(tmp_path: Path, text: str, message: str) -> N
 
 
 EVALUATED = "args = SFTConfig(output_dir='out', eval_strategy='steps')\n{}\nSFTTrainer(model='m', args=args, {})"
+TAKEN = "train_dataset=d['train'], eval_dataset=d['test']"
 
 
 @pytest.mark.parametrize(
     ("rows", "arguments", "wanted"),
     [
         (
-            "rows = load_dataset('json', data_files='a.jsonl', split='train').remove_columns(['id'])\n"
-            "parts = rows.train_test_split(test_size=0.1, seed=42)",
-            "train_dataset=parts['train'], eval_dataset=parts['test']",
-            {"dataset": "a.jsonl", "eval_fraction": 0.1},
+            "d = load_dataset('json', data_files='a.jsonl', split='train').remove_columns(['id'])\n"
+            "d = d.train_test_split(test_size=0.1, seed=42)",
+            TAKEN, {"dataset": "a.jsonl", "eval_fraction": 0.1},
         ),
         (
-            "parts = load_dataset('owner/rows', split='train').train_test_split(train_size=0.8)",
-            "train_dataset=parts['train'], eval_dataset=parts['test'].select(range(9))",
+            "d = load_dataset('json', data_files='a.jsonl', split='train')\nd = d.train_test_split(0.3)",
+            TAKEN, {"dataset": "a.jsonl", "eval_fraction": 0.3},
+        ),
+        (
+            "d = load_dataset('owner/rows', split='train').train_test_split(train_size=0.8)",
+            "train_dataset=d['train'], eval_dataset=d['test'].select(range(9))",
             {"dataset": [{"path": "owner/rows", "split": "train"}], "eval_fraction": 0.2},
         ),
         (
-            "rows = load_dataset('owner/rows')", "train_dataset=rows['train'], eval_dataset=rows['dev']",
-            {"dataset": "owner/rows", "eval_dataset": {"path": "owner/rows", "split": "dev"}},
-        ),
-        (
-            "rows = load_dataset('json', data_files={'train': 'a.jsonl', 'test': 'b.jsonl'})",
-            "train_dataset=rows['train'], eval_dataset=rows['test']", {"dataset": "a.jsonl", "eval_dataset": "b.jsonl"},
-        ),
-        (
-            "a = load_dataset('owner/rows', split='train[:9]')\nb = load_dataset('owner/others', split='test')",
-            "train_dataset=a, eval_dataset=b.map(f)",
+            "d = load_dataset('owner/rows')", "train_dataset=d['train_sft'], eval_dataset=d['dev']",
             {
-                "dataset": [{"path": "owner/rows", "split": "train[:9]"}],
-                "eval_dataset": {"path": "owner/others", "split": "test"},
+                "dataset": [{"path": "owner/rows", "split": "train_sft"}],
+                "eval_dataset": {"path": "owner/rows", "split": "dev"},
             },
         ),
         (
-            "rows = load_dataset('owner/rows')", "train_dataset=rows['train'], eval_dataset=None",
-            {"dataset": "owner/rows"},
+            "d = load_dataset('json', data_files={'train': 'a.jsonl', 'test': 'b.jsonl'})",
+            TAKEN, {"dataset": "a.jsonl", "eval_dataset": "b.jsonl"},
         ),
+        (
+            "e = load_dataset('owner/rows', 'main', split='test')\nd = load_dataset('owner/rows', split='train[:9]')",
+            "train_dataset=d, eval_dataset=e.map(f)",
+            {
+                "dataset": [{"path": "owner/rows", "split": "train[:9]"}],
+                "eval_dataset": {"path": "owner/rows", "subset": "main", "split": "test"},
+            },
+        ),
+        (
+            "d = load_dataset('owner/rows', 'main')", TAKEN,
+            {
+                "dataset": [{"path": "owner/rows", "subset": "main", "split": "train"}],
+                "eval_dataset": {"path": "owner/rows", "subset": "main", "split": "test"},
+            },
+        ),
+        ("d = load_dataset('owner/rows')", "train_dataset=prepare(d), eval_dataset=None", {"dataset": "owner/rows"}),
+        ("d, e = load_dataset('owner/rows'), None", "train_dataset=prepare(d)", {"dataset": "owner/rows"}),
     ],
 )  # fmt: skip
-def test_the_evaluation_data_of_a_script_are_those_of_its_trainer(
+def test_the_rows_of_a_script_are_those_of_its_trainer(
     tmp_path: Path, rows: str, arguments: str, wanted: dict[str, Any]
 ) -> None:
     run, values = run_of(tmp_path, EVALUATED.format(rows, arguments))
     assert {name: value for name, value in values.items() if "dataset" in name or "eval_fraction" in name} == wanted
-    assert not any("eval_dataset" in name or "train_test_split" in name for name in run.source.notes)
+    assert not any("_dataset" in name or "train_test_split" in name for name in run.source.notes)
 
 
-def test_evaluation_data_that_a_script_computes_are_named(tmp_path: Path) -> None:
-    run, values = run_of(
-        tmp_path,
-        EVALUATED.format("rows = load_dataset('owner/rows')\nb = make(b)", "train_dataset=rows, eval_dataset=b"),
-    )
-    assert "eval_dataset" not in values
+@pytest.mark.parametrize(
+    ("rows", "arguments"),
+    [
+        ("d = load_dataset('owner/rows')\ne = make(e)", "train_dataset=d, eval_dataset=e"),
+        ("d = load_dataset('owner/rows')", "train_dataset=d['train'], eval_dataset=d[options.test]"),
+        ("d = load_dataset('owner/rows')['train']", "train_dataset=d, eval_dataset=d.select(range(9))"),
+        ("d = load_dataset('a')\ne = load_dataset('json', data_files=options.file)", "train_dataset=d, eval_dataset=e"),
+        (
+            "d = load_dataset('a')\ne = load_dataset('json', data_files=['a', 'b'], split='train[:5]')",
+            "train_dataset=d, eval_dataset=e",
+        ),
+        ("d = load_dataset('a').train_test_split(train_size=1000)", TAKEN),
+        ("d = load_dataset('a').train_test_split(test_size=options.share)", TAKEN),
+    ],
+)
+def test_evaluation_data_that_a_script_computes_are_named(tmp_path: Path, rows: str, arguments: str) -> None:
+    run, values = run_of(tmp_path, EVALUATED.format(rows, arguments))
+    assert values.keys().isdisjoint({"eval_dataset", "eval_fraction"})
     assert any(name.startswith("eval_dataset, line ") for name in run.source.notes)
-    text = EVALUATED.format(
-        "parts = load_dataset('owner/rows').train_test_split(test_size=200)", "eval_dataset=parts['test']"
-    )
-    assert "eval_fraction" not in run_of(tmp_path, text)[1]
+
+
+def test_what_is_left_out_of_the_rows_of_a_script_is_named(tmp_path: Path) -> None:
+    held_out = "d = load_dataset('owner/rows').train_test_split(test_size={})"
+    run, values = run_of(tmp_path, EVALUATED.format(held_out.format(200), TAKEN))
+    assert "eval_fraction" not in values
+    assert any("eval_fraction" in name and "a number of rows" in why for name, why in run.left_out.items())
+    run, _ = run_of(tmp_path, EVALUATED.format(held_out.format(0.2), "train_dataset=d['train']"))
+    assert any("eval_fraction" in why for name, why in run.source.notes.items() if "train_test_split" in name)
+    loads = "d = load_dataset('owner/rows')\ne = load_dataset('owner/others')"
+    run, _ = run_of(tmp_path, EVALUATED.format(loads, "train_dataset=concatenate([d, e])"))
+    assert any("owner/others" in name for name in run.source.notes)
 
 
 def test_arguments_of_the_model_are_read_from_the_config(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from surefoot.errors import ConfigError
 from surefoot.migrate.parsed_run import ParsedRun
+from surefoot.migrate.script_rows import Origin, Source, Variables, name_of
 
 TRAINERS = {
     "SFTTrainer": "sft", "GRPOTrainer": "grpo", "DPOTrainer": "dpo", "KTOTrainer": "kto", "ORPOTrainer": "orpo",
@@ -26,12 +27,8 @@ LORA_NAMES = {
 """Arguments of PEFT's LoraConfig -> TRL's settings with another name."""
 LORA_DEFAULTS = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
 """Defaults of PEFT's LoraConfig. Those of TRL's command line are others."""
-FILE_LOADERS = ("json", "csv", "parquet", "text", "arrow")
-"""First arguments of `load_dataset` with which it reads `data_files`."""
-ROW_METHODS = ("map", "filter", "select", "train_test_split", "rename_column", "rename_columns")
+ROW_METHODS = ("map", "filter", "select", "rename_column", "rename_columns")
 """Methods that change the rows of a dataset."""
-DEFAULT_TEST_SIZE = 0.25
-"""Share that `train_test_split` of datasets holds out by itself."""
 MODEL_NAMES = {"torch_dtype": "dtype", "revision": "model_revision"}
 """Arguments of `from_pretrained` -> TRL's settings with another name."""
 COMPUTED = "the script computes it: set it yourself"
@@ -51,27 +48,17 @@ def read_python_script(path: Path, text: str) -> ParsedRun | None:
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as a Python script: {error}") from error
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    trainers = [call for call in calls if _name_of(call) in TRAINERS]
+    trainers = [call for call in calls if name_of(call) in TRAINERS]
     if not trainers:
         return None
     script = _Script(path, tree)
     for call in trainers[1:]:
-        script.run.other_commands.append(f"{_name_of(call)}(...), line {call.lineno}")
+        script.run.other_commands.append(f"{name_of(call)}(...), line {call.lineno}")
     script.read_trainer(trainers[0])
     for call in sorted(calls, key=lambda call: call.lineno):
         script.read_call(call)
-    script.read_evaluation(trainers[0])
+    script.read_rows(trainers[0])
     return script.run
-
-
-def _name_of(call: ast.Call) -> str:
-    """Return the last part of the name of what is called: `from_pretrained` of AutoModel.from_pretrained."""
-    function = call.func
-    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-
-
-def _is_none(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
 
 
 class _Script:
@@ -80,33 +67,22 @@ class _Script:
     def __init__(self, path: Path, tree: ast.Module) -> None:
         self._file = path.name
         self.run = ParsedRun("TRL", {}, {}, base=path.resolve().parent)
-        self._values: dict[str, ast.expr | None] = {}
-        """Variable -> its value; None for one that is assigned several times."""
-        self._datasets: set[str] = set()
+        self._variables = Variables(tree)
+        self._datasets = {
+            name for name, values in self._variables if any("load_dataset(" in ast.unparse(value) for value in values)
+        }
         """Variables that hold what `load_dataset` returned."""
-        self._evaluation: ast.Call | None = None
-        """The call that makes the trainer's `eval_dataset`."""
-        self._evaluation_split: Any = None
-        """The part of it that is taken: "test" in `rows["test"]`."""
+        self._loads: list[ast.Call] = []
+        """Calls of `load_dataset`."""
         self._kinds_read: set[str] = set()
         """Kinds of calls of which the first was read."""
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                for target in targets:
-                    if isinstance(target, ast.Name):
-                        is_first = target.id not in self._values
-                        self._values[target.id] = node.value if is_first else None
-                        self._datasets |= {target.id} if "load_dataset(" in ast.unparse(node.value) else set()
 
     def read_trainer(self, call: ast.Call) -> None:
         """Read the call of the trainer, which also says what the rest is for."""
-        self.run.method = TRAINERS[_name_of(call)]
+        self.run.method = TRAINERS[name_of(call)]
         for name, value in self._arguments(call):
             if name == "model" and isinstance(value, str):
                 self._set("model_name_or_path", value, call)
-            elif name == "eval_dataset":
-                self._evaluation, self._evaluation_split = self._find_origin(value)
             elif name == "formatting_func":
                 self.run.notes[f"formatting_func, line {call.lineno}"] = (
                     "rows are rendered by the model's chat template: write them in a format of docs/data.md"
@@ -116,7 +92,7 @@ class _Script:
 
     def read_call(self, call: ast.Call) -> None:
         """Read another call of the script, if it is one that sets the run up."""
-        name = _name_of(call)
+        name = name_of(call)
         if name in (*CONFIGS, "TrainingArguments"):
             if not self._is_first("config", call):
                 return
@@ -133,52 +109,78 @@ class _Script:
                 if key in ("load_in_4bit", "load_in_8bit"):
                     self._set(key, value, call)
         elif name == "load_dataset":
-            self._read_dataset(call)
-        elif call is self._evaluation:
-            pass  # see read_evaluation
+            self._loads.append(call)
         elif name in ROW_METHODS and isinstance(call.func, ast.Attribute) and self._is_dataset(call.func.value):
             self.run.notes[f"{ast.unparse(call)[:80]} (line {call.lineno})"] = (
                 "rows are read as the file has them: write them as this makes them"
             )
 
-    def read_evaluation(self, trainer: ast.Call) -> None:
-        """Read the trainer's `eval_dataset`: another split, other files, or a share of the rows."""
-        call, split = self._evaluation, self._evaluation_split
-        if call is not None and _name_of(call) == "train_test_split":
-            sizes = dict(self._arguments(call))
-            rest = 1 - sizes["train_size"] if isinstance(sizes.get("train_size"), float) else DEFAULT_TEST_SIZE
-            self._set("eval_fraction", sizes.get("test_size", round(rest, 6)), call)
-        elif call is not None:
-            source, split = self._find_rows(call, split)
-            if source == self.run.settings.get("dataset_name"):
-                self._set("dataset_test_split", split, call)
-            else:
-                self._set("eval_dataset", {"path": source, "split": split} if split else source, call)
-        elif any(keyword.arg == "eval_dataset" and not _is_none(keyword.value) for keyword in trainer.keywords):
+    def read_rows(self, trainer: ast.Call) -> None:
+        """Read what the trainer trains and evaluates on: files, splits of the hub, or a share that is held out."""
+        arguments = {word.arg: word.value for word in trainer.keywords}
+        training, evaluation = (
+            self._variables.find_origin(arguments.get(name)) for name in ("train_dataset", "eval_dataset")
+        )
+        if training is None:  # made by a function of the script
+            others = [call for call in self._loads if evaluation is None or call is not evaluation.call]
+            training = Origin(others[0], None) if others else None
+        base = self._find_base(training)
+        trained = self._find_source(base)
+        if base is not None and trained is not None:
+            values = {"name": trained.path, "config": trained.subset, "train_split": trained.split}
+            for name, value in values.items():
+                if value is not None:
+                    self._set(f"dataset_{name}", value, base.call)
+        else:
+            self.run.notes["train_dataset"] = COMPUTED
+        is_none = self._variables.find_literal(arguments.get("eval_dataset", ast.Constant(None))) is None
+        if not is_none and not self._has_read_evaluation(training, evaluation, trained):
             self.run.notes[f"eval_dataset, line {trainer.lineno}"] = (
                 "the script computes it: set eval_dataset to its file, or eval_fraction to the share that is held out"
             )
         self.run.add_settings({"dataset_test_split": None}, self._place(trainer))  # the script names no split
+        if training is not None and training is not base and "eval_fraction" not in self.run.settings:
+            self.run.notes[ast.unparse(training.call)[:80]] = "all rows are trained: set eval_fraction to hold some out"
+        used = [origin.call for origin in (base, self._find_base(evaluation)) if origin is not None]
+        for call in self._loads:
+            if call not in used:
+                self.run.notes[f"{ast.unparse(call)[:80]} (line {call.lineno})"] = "the trainer does not get these rows"
 
-    def _find_origin(self, node: Any) -> tuple[ast.Call | None, Any]:
-        """Return the call that makes the rows of an expression, and the part that is taken of what it returns.
+    def _has_read_evaluation(self, training: Origin | None, evaluation: Origin | None, trained: Source | None) -> bool:
+        """Read the evaluation data of a trainer, and return whether they are known.
 
-        Methods of a dataset, such as `map`, are looked through. None if another call makes them.
+        Rows of the source that is trained are not: the script selects some of them.
         """
-        part, followed = None, set()
-        while isinstance(node, ast.Name | ast.Subscript | ast.Call):
-            if isinstance(node, ast.Call):
-                if _name_of(node) in ("load_dataset", "train_test_split"):
-                    return node, part
-                node = node.func.value if isinstance(node.func, ast.Attribute) else None
-            elif isinstance(node, ast.Subscript):
-                part, node = self._value(node.slice), node.value
-            elif node.id in followed:
-                break
-            else:
-                followed.add(node.id)
-                node = self._values.get(node.id)
-        return None, None
+        if evaluation is None:
+            return False
+        if name_of(evaluation.call) == "train_test_split":
+            share = self._variables.find_held_out_share(evaluation.call)
+            if share is None or training is None or training.call is not evaluation.call:
+                return False
+            self._set("eval_fraction", share, evaluation.call)
+            return True
+        source = self._find_source(evaluation)
+        if source is None or source == trained:
+            return False
+        if trained is not None and (source.path, source.subset) == (trained.path, trained.subset):
+            self._set("dataset_test_split", source.split, evaluation.call)
+        elif source.subset or source.split:
+            parts = {"path": source.path, "subset": source.subset, "split": source.split}
+            self._set("eval_dataset", {name: part for name, part in parts.items() if part}, evaluation.call)
+        else:
+            self._set("eval_dataset", source.path, evaluation.call)
+        return True
+
+    def _find_base(self, origin: Origin | None) -> Origin | None:
+        """Return the call of `load_dataset` whose rows `train_test_split` divides; any other origin as it is."""
+        if origin is None or name_of(origin.call) != "train_test_split":
+            return origin
+        function = origin.call.func
+        return self._variables.find_origin(function.value) if isinstance(function, ast.Attribute) else None
+
+    def _find_source(self, origin: Origin | None) -> Source | None:
+        """Return what is read; None if the script computes it."""
+        return self._variables.find_source(origin) if origin is not None else None
 
     def _is_first(self, kind: str, call: ast.Call) -> bool:
         """Return whether a call is the first of its kind; note others."""
@@ -200,7 +202,7 @@ class _Script:
         if any(other in ast.unparse(call.func) for other in NOT_MODELS):
             return
         arguments = dict(self._arguments(call))
-        source = self._value(call.args[0]) if call.args else arguments.get("model_name")
+        source = self._variables.find_literal(call.args[0]) if call.args else arguments.get("model_name")
         if source is not None and "model_name_or_path" not in self.run.settings:
             self._set("model_name_or_path", source, call)
         if arguments.get("load_in_4bit") is True:
@@ -208,54 +210,18 @@ class _Script:
         if "max_seq_length" in arguments:
             self._set("max_seq_length", arguments["max_seq_length"], call)
 
-    def _read_dataset(self, call: ast.Call) -> None:
-        """Read the first call of `load_dataset`."""
-        if ("dataset" in self._kinds_read and call is self._evaluation) or not self._is_first("dataset", call):
-            return
-        source, split = self._find_rows(call)
-        if source is not None:
-            self._set("dataset_name", source, call)
-        subset = self._value(call.args[1]) if len(call.args) > 1 else dict(self._arguments(call)).get("name")
-        if subset is not None:
-            self._set("dataset_config", subset, call)
-        if split is not None:
-            self._set("dataset_train_split", split, call)
-
-    def _find_rows(self, call: ast.Call, part: Any = None) -> tuple[Any, Any]:
-        """Return the files or the id that a call of `load_dataset` reads, and the split that is to be named, or None.
-
-        `part`: the part that is taken of what it returns.
-        """
-        arguments = dict(self._arguments(call))
-        name = self._value(call.args[0]) if call.args else arguments.get("path")
-        files, split = arguments.get("data_files"), part or arguments.get("split")
-        if name not in FILE_LOADERS:
-            return name, split
-        if isinstance(files, dict):
-            files = files.get(str(split or "train").partition("[")[0])
-        return files, split if "[" in str(split) else None
-
     def _is_dataset(self, node: ast.expr) -> bool:
         """Return whether an expression is, or is made of, what `load_dataset` returned."""
         names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
         return "load_dataset" in names or not names.isdisjoint(self._datasets)
 
     def _arguments(self, call: ast.Call) -> Iterator[tuple[str, Any]]:
-        """Yield the name and the value of each named argument of a call; see `_value`."""
+        """Yield the name and the value of each named argument of a call; see `find_literal`."""
         for keyword in call.keywords:
             if keyword.arg is not None:
-                yield keyword.arg, self._value(keyword.value)
+                yield keyword.arg, self._variables.find_literal(keyword.value)
             else:
                 self.run.notes[f"**{ast.unparse(keyword.value)[:80]}"] = COMPUTED
-
-    def _value(self, node: ast.expr) -> Any:
-        """Return the value of a literal or of a variable that is one; the node of anything that is computed."""
-        if isinstance(node, ast.Name) and self._values.get(node.id) is not None:
-            node = self._values[node.id] or node
-        try:
-            return ast.literal_eval(node)
-        except (TypeError, ValueError):
-            return node
 
     def _set(self, name: str, value: Any, call: ast.Call) -> None:
         """Record a setting, or that the script computes it."""

@@ -25,7 +25,7 @@ PALETTE = [
     "#6b4c9a", "#2f7d5b", "#d67195", "#439894", "#a05195", "#7f6000", "#79b4e8",
 ]  # fmt: skip
 """Colours of phases and owners, in their order: the same in every report."""
-STEP: Spec = {"field": "step", "type": "quantitative", "axis": {"tickMinStep": 1}}
+STEP: Spec = {"field": "step", "type": "quantitative", "axis": {"tickMinStep": 1}, "scale": {"nice": False}}
 """The axis of steps, which are whole also in short runs."""
 OWNER_ORDER = ["frozen parameters", "trained parameters", "gradients", "optimizer", "activations", "other", PROGRAM]
 

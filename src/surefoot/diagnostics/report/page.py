@@ -67,11 +67,20 @@ function adjust(spec, weight, isLog) {
   }
   return copy;
 }
+const text = "system-ui, sans-serif";
+const look = {
+  background: "transparent", view: { stroke: null },
+  axis: {
+    gridOpacity: .2, domainOpacity: .4, tickOpacity: .4, labelFont: text, titleFont: text, labelFontSize: 12,
+    titleFontSize: 12, titleFontWeight: "normal",
+  },
+  legend: { labelFont: text, labelFontSize: 12 },
+};
 function draw() {
   for (const [name, spec] of Object.entries(charts)) {
     const shown = curves.has(name) ? adjust(spec, Number(smoothing.value), log.checked) : spec;
     vegaEmbed("#" + name, shown, {
-      actions: false, renderer: "svg", theme: dark.matches ? "dark" : undefined, config: { background: "transparent" },
+      actions: false, renderer: "svg", theme: dark.matches ? "dark" : undefined, config: look,
     }).catch((error) => console.error(name, error));
   }
 }
