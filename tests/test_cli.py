@@ -85,8 +85,9 @@ def test_a_mistake_on_the_command_line_is_refused_before_torch_is_imported(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({}, "the same command resumes"), ({"overwrite_output_dir": True}, " overwrite_output_dir=false resumes"),
-        ({"resume_from_checkpoint": False}, " resume_from_checkpoint=auto resumes"),
+        ({}, "the same command resumes"), ({"overwrite_output_dir": True}, "with overwrite_output_dir=false resumes"),
+        ({"resume_from_checkpoint": False}, "with resume_from_checkpoint=auto resumes"),
+        ({"resume_from_checkpoint": "run/checkpoints/step-00000002"}, "with resume_from_checkpoint=auto resumes"),
     ],
 )  # fmt: skip
 def test_what_resumes_an_interrupted_run_is_said(

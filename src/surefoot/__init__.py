@@ -60,8 +60,7 @@ def train(
     processes of their own; under torchrun or SLURM this process is one of them. `callbacks` are called with each event
     of this process (`surefoot.events`: StepEnded, Evaluated, CheckpointSaved, ...); an exception in one ends the run.
     Unless `preflight` is false, the checks of `surefoot.doctor` are run first.
-    Raises: surefoot.errors.SurefootError; of it StoppedOnFinding, with the finding, where a check says that the run
-    cannot work.
+    Raises: surefoot.errors.SurefootError: StoppedOnFinding, with the finding, if a check says that the run cannot work.
     """
     from surefoot.data.given_rows import load_given
 

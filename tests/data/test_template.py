@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 
 from surefoot.data.conversation import IMAGE, BadRow, Conversation, Message
 from surefoot.data.oddities import Oddity, opens_thought
-from surefoot.data.render import Rendered, Renderer
+from surefoot.data.render import Rendered, Renderer, find_shared_system
 from surefoot.data.renderer_source import RendererSource
 from surefoot.data.template import Text
 from surefoot.data.turn_spans import MARK
@@ -244,11 +244,33 @@ def test_answers_without_the_thought_that_a_template_begins_are_noticed() -> Non
     [
         ("<|im_start|>assistant\n<think>\n", True), ("<|CHATBOT_TOKEN|><|START_THINKING|>", True),
         ("<|START_THINKING|><|END_THINKING|>", False), ("<think>\n\n</think>\n\n", False), ("assistant\n", False),
-        ("Write <think> first.<|assistant|>", False),
+        ("Write <think> first.<|assistant|>", False), ("[/INST][THINK]", True), ("< I think that a >", False),
     ],
 )  # fmt: skip
 def test_the_beginning_of_a_thought_is_the_end_of_a_prompt(prompt: str, opens: bool) -> None:
     assert opens_thought(prompt) == opens
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_system_message_that_rendered_conversations_share_is_found(name: str) -> None:
+    """Also where a template writes the date or one of its own; Mistral's is part of the user's message."""
+    today, tokenizer, kwargs = date(2024, 7, 26), tokenizer_of(name), FAMILIES[name].kwargs
+    renderer = renderer_of(name, today=today)
+
+    def render(*systems: str | None) -> list[str]:
+        starts = ((Message("system", system),) if system else () for system in systems)
+        questions = ("Classify.\n\nGood", "Classify.\n\nBad")
+        return [
+            renderer.render(Conversation((*start, *talk(question, "answer")))).text
+            for start, question in zip(starts, questions, strict=False)
+        ]
+
+    can_tell = name not in ("mixtral", "mistral")
+    assert find_shared_system(render("Be exact.", "Be exact."), tokenizer, kwargs, today) == (
+        "Be exact." if can_tell else None
+    )
+    for systems in ((None, None), ("Be exact.", "Be brief."), ("Be exact.", None), ("Be exact.",), ()):
+        assert find_shared_system(render(*systems), tokenizer, kwargs, today) is None
 
 
 def test_thoughts_of_earlier_turns_that_a_template_drops_are_noticed() -> None:

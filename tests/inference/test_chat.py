@@ -39,7 +39,7 @@ def test_the_conversation_goes_on_until_it_begins_anew(
     monkeypatch.setattr("builtins.input", lambda _: next(lines))
     conversations = []
 
-    def record(tokenizer: Any, rendered: list[list[dict[str, str]]]) -> list[list[int]]:
+    def record(tokenizer: Any, rendered: list[list[dict[str, str]]], _: Any) -> list[list[int]]:
         conversations.append([turn["content"] for turn in rendered[0] if turn["role"] != "assistant"])
         return tokenize_prompts(tokenizer, rendered)
 
@@ -91,6 +91,21 @@ def test_an_unfinished_run_answers_from_its_newest_checkpoint(
     assert sorted(run.iterdir()) == before
     with pytest.raises(ModelError, match="surefoot chat"):
         find_model(str(run))
+
+
+def test_a_run_is_talked_to_with_the_variables_of_its_template(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = surefoot.train(settings, max_steps=1, enable_thinking=False, screen=False).run_folder
+    variables = []
+
+    def record(tokenizer: Any, rendered: list[list[dict[str, str]]], kwargs: Any) -> list[list[int]]:
+        variables.append(kwargs)
+        return tokenize_prompts(tokenizer, rendered, kwargs)
+
+    monkeypatch.setattr(surefoot.inference.chat, "tokenize_prompts", record)
+    assert main(["chat", str(run), "--prompt", "Count", "--max-new-tokens", "1"]) == 0
+    assert variables == [{"enable_thinking": False}]
 
 
 @pytest.mark.parametrize("name", ["hrm_text", "xlstm"])

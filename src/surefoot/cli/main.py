@@ -36,7 +36,7 @@ def _run_command(arguments: Sequence[str] | None) -> int:
     """Parse the arguments, those of the program if None, and run their command."""
     parser = build_parser()
     parsed, extra = parser.parse_known_args(arguments)
-    if not hasattr(parsed, "verb"):
+    if not extra and not hasattr(parsed, "verb"):
         parser.print_help(sys.stderr)
         return InputError.exit_status
     if extra and not (hasattr(parsed, "overrides") and all("=" in text for text in extra)):

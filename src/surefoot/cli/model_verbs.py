@@ -174,14 +174,15 @@ def _run_chat(arguments: argparse.Namespace) -> None:
     system = arguments.system
     if system is None:
         system = find_system(files, tokenizer)
-        if system is not None and arguments.prompt is None:
-            say(f"system: {system}")
+        if system is not None:
+            say(f"system message: {system}")
     chat = Chat(
         model,
         tokenizer,
         system,
         max_new_tokens=arguments.max_new_tokens,
         temperature=arguments.temperature,
+        template_variables=files.template_variables,
     )
     if arguments.prompt is None:
         chat.run()

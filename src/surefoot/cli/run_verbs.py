@@ -85,11 +85,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     if loaded.run.preflight and is_local_leader():  # if it refuses, torchrun ends the other ranks
         from surefoot.diagnostics.doctor import check_start
 
-        faults = check_start(loaded)
-        for finding in faults:
-            say(finding.as_text())
-        if faults:
-            say("the run was not started; set preflight=false to start it anyway")
+        if check_start(loaded):
             return StoppedOnFinding.exit_status
     if is_rank() or not loaded.run.health:
         return train_and_print(loaded, as_json=arguments.json)

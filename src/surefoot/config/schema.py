@@ -150,8 +150,8 @@ class RunConfig(BaseModel):
     eval_dataset: FreeOnResume[list[DatasetItem] | None] = Field(default=None, min_length=1)
     """Held-out data, evaluated every `eval_steps` and at the end: its loss, or its rewards. Same forms as `dataset`."""
     eval_fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Share of `dataset` to hold out instead, about. Each sample is drawn by its content, so equal ones always fall on
-    the same side, whatever their order."""
+    """Approximate share of `dataset` to hold out instead. Samples are drawn by their content, so equal ones always fall
+    on the same side, whatever their order."""
     dataset_num_proc: Free[int | None] = Field(default=None, ge=0, le=256)
     """Worker processes that render and tokenise; 0 uses the main process. Default: one per CPU core, at most 16."""
     chat_template: str | None = None

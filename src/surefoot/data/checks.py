@@ -44,7 +44,7 @@ FLAG_FINDINGS: dict[Oddity, tuple[str, float, str, str]] = {
     ),
     Oddity.NO_THOUGHT: (
         "SF512", NO_THOUGHT_SHARE, "the model thinks before it answers, and these answers teach it not to",
-        "Nothing, if that is meant. Else put thoughts into reasoning_content, or before `</think>` in the content.",
+        "Do nothing if that is meant. Otherwise write thoughts into reasoning_content, or the content before </think>.",
     ),
 }  # fmt: skip
 """Map from oddity to (code, share of samples that is still healthy, cause, fix)."""

@@ -8,7 +8,7 @@ from surefoot.data.conversation import Conversation, Message
 
 LEAKED_CHARACTERS = 20
 """Length of an answer from which its occurrence in the prompt is no coincidence."""
-_THOUGHT = re.compile(r"<(?!/)[^<>]*think[^<>]*>", re.IGNORECASE)
+_THOUGHT = re.compile(r"<(?!/)[^<>\s]*think[^<>\s]*>|\[THINK\]", re.IGNORECASE)
 """The beginning of a thought, such as `<think>` or `<|START_THINKING|>`; the end of some is found too."""
 
 

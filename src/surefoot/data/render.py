@@ -22,6 +22,7 @@ from surefoot.data.renderer_source import RendererSource, build_template_source,
 from surefoot.data.template import ChatTemplate, Span, Text
 from surefoot.data.template_process import TEMPLATE_PROCESS
 from surefoot.data.template_source import Template
+from surefoot.data.turn_spans import MARK
 from surefoot.errors import DataError, ModelError
 
 if TYPE_CHECKING:
@@ -70,16 +71,21 @@ def answer_ends(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | 
 
 
 def tokenize_prompts(
-    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[dict[str, str]]]
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[Sequence[dict[str, str]]],
+    kwargs: Mapping[str, Any] | None = None,
 ) -> list[list[int]]:
     """Return the tokens of each conversation up to the beginning of its next answer.
 
+    `kwargs`: further variables of the template, such as `enable_thinking`.
     Raises: ModelError if there is no chat template, or if it fails, does not end or renders nothing.
     """
     if tokenizer.chat_template is None:
         raise ModelError("the model's tokenizer has no chat template, so it cannot be talked to in turns.")
     try:
-        template = Template(build_template_source(tokenizer, {}, date.today(), parse_special_tokens=False))
+        template = Template(
+            build_template_source(tokenizer, dict(kwargs or {}), date.today(), parse_special_tokens=False)
+        )
         texts = [template.render([_read_turn(**turn) for turn in turns], (), add_generation_prompt=True)
                  for turns in conversations]  # fmt: skip
     except (BadRow, DataError) as error:
@@ -96,6 +102,31 @@ def tokenize_prompts(
             "template (chat_template.jinja), or take the model's own, then try again."
         )
     return prompts
+
+
+def find_shared_system(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any], today: date
+) -> str | None:
+    """Return the system message that two or more rendered conversations share.
+
+    None if there is none, if the template writes it by itself, or if it cannot be told from the user's message.
+    `kwargs`, `today`: further variables of the template, and the date, with which they were rendered.
+    """
+    turns = [Message("system", MARK), Message("user", MARK)]
+    try:
+        template = Template(build_template_source(tokenizer, dict(kwargs), today, parse_special_tokens=False))
+        with_system, alone = template.try_render(turns, ()), template.try_render(turns[1:], ())
+    except DataError:  # reported where conversations are trained or generated
+        return None
+    finally:
+        TEMPLATE_PROCESS.end()
+    if with_system is None or alone is None or with_system.count(MARK) != 2 or len(texts) < 2:
+        return None
+    before, between, _ = with_system.split(MARK)
+    if alone.startswith(before + MARK) or not all(text.startswith(before) and between in text for text in texts):
+        return None
+    system, *others = {text.removeprefix(before).partition(between)[0] for text in texts}
+    return None if others or alone.startswith(before + system + between) else system
 
 
 def _read_turn(role: Any, content: str, **others: Any) -> Message:

@@ -96,7 +96,7 @@ def _list_changes(against: Path, machine: Snapshot) -> list[str]:
 def check_start(loaded: LoadedConfig, *, screen: bool = True) -> list[Finding]:
     """Run the preflight checks of a run and return the findings with which it must not start.
 
-    Warnings, and checks without an answer, go to standard error unless `screen` is false.
+    They, warnings and checks without an answer are printed to standard error unless `screen` is false.
     """
     loaded = as_launched(loaded)
     machine = snapshot_for(loaded)
@@ -109,4 +109,9 @@ def check_start(loaded: LoadedConfig, *, screen: bool = True) -> list[Finding]:
             say(f"doctor: {check.name}: {check.text}")
         if check.status == "warning" and check.finding is not None:
             say(f"doctor: {check.finding.code} {check.name}: {check.text}")
-    return [check.finding for check in checks if check.status == "failed" and check.finding is not None]
+    faults = [check.finding for check in checks if check.status == "failed" and check.finding is not None]
+    for finding in faults if screen else ():
+        say(finding.as_text())
+    if faults and screen:
+        say("the run was not started; set preflight=false to start it anyway")
+    return faults

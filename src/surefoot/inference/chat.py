@@ -1,40 +1,33 @@
 """The command `surefoot chat`: a conversation with a model, whose answers appear as they are written."""
 
-from jinja2 import TemplateError
+from collections.abc import Mapping
+from datetime import date
+from types import MappingProxyType
+from typing import Any
+
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surefoot.data.render import tokenize_prompts
+from surefoot.data.render import find_shared_system, tokenize_prompts
 from surefoot.errors import InputError
 from surefoot.inference.load import ModelFiles
 from surefoot.models.generate import complete
 from surefoot.system.console import say
 from surefoot.system.json_files import read_objects
+from surefoot.training.export import read_run_config
 from surefoot.training.run_summary import SAMPLES, is_sample
 
-_MARK = "\U000ffffd"
-"""Stands for a message in a rendering that shows where a template writes it."""
 COMMANDS = "/clear begins anew, /system TEXT sets the system text and begins anew, /exit or Ctrl-D ends"
 
 
 def find_system(files: ModelFiles, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the system text to begin with: that of the run, or the one that all samples of its first step have.
-
-    None without one, and for one that the template writes by itself.
-    """
+    """Return the system message to begin with: that of the run, or the one that all samples of samples.jsonl have."""
     if files.system is not None or files.run is None:
         return files.system
     lines = [line for _, line in read_objects(files.run / SAMPLES) if line is not None and is_sample(line)]
     texts = ["".join(text for text, _ in line["parts"]) for line in lines]
-    turns = [{"role": "system", "content": _MARK}, {"role": "user", "content": _MARK}]
-    try:
-        with_system, without = (tokenizer.apply_chat_template(part, tokenize=False) for part in (turns, turns[1:]))
-        before, between, _ = str(with_system).split(_MARK)
-    except (TemplateError, ValueError):  # a template without system messages, or no template
-        return None
-    if len(texts) < 2 or not all(text.startswith(before) and between in text for text in texts):
-        return None
-    system, *others = {text.removeprefix(before).partition(between)[0] for text in texts}
-    return None if others or str(without).startswith(before + system + between) else system
+    config = read_run_config(files.run)
+    today = date.fromisoformat(config.chat_template_date)
+    return find_shared_system(texts, tokenizer, config.template_variables, today)
 
 
 class Chat:
@@ -48,8 +41,9 @@ class Chat:
         *,
         max_new_tokens: int,
         temperature: float,
+        template_variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self._model, self._tokenizer = model, tokenizer
+        self._model, self._tokenizer, self._template_variables = model, tokenizer, template_variables
         self._max_new_tokens, self._temperature = max_new_tokens, temperature
         self._begin(system)
 
@@ -66,7 +60,7 @@ class Chat:
         (reply,) = complete(
             self._model,
             self._tokenizer,
-            tokenize_prompts(self._tokenizer, [turns]),
+            tokenize_prompts(self._tokenizer, [turns], self._template_variables),
             max_new_tokens=self._max_new_tokens,
             temperature=self._temperature,
             on_text=(lambda piece: print(piece, end="", flush=True)) if shows else None,

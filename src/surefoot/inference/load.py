@@ -1,10 +1,11 @@
 """Loading of a trained model for generation: a run folder, an adapter, or a model, with an adapter or without."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -34,6 +35,8 @@ class ModelFiles:
     """Folder of the run that trained it, if that was given."""
     system: str | None = None
     """System text of the run's rows without one."""
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template with which the run's rows were rendered."""
 
 
 def find_model(source: str, adapter: str | Path | None = None) -> ModelFiles:
@@ -67,13 +70,13 @@ def find_model(source: str, adapter: str | Path | None = None) -> ModelFiles:
 def open_model(source: str, adapter: str | Path | None = None) -> Iterator[ModelFiles]:
     """Yield the files of a model as `find_model` does, also of an unfinished run: of its newest checkpoint.
 
-    Those are written into a temporary folder of the run, which is removed at the end.
+    The adapter or model of a checkpoint is written into a temporary folder, which is removed at the end.
     """
     folder = local_path(source)
     if adapter is not None or not (folder / "run.yaml").is_file() or _find_artifact(folder).is_dir():
         yield find_model(source, adapter)
         return
-    with TemporaryDirectory(prefix=".unfinished-", dir=folder) as scratch:
+    with TemporaryDirectory(prefix="surefoot-") as scratch:
         artifact = export(folder, Path(scratch) / "model", merge=False, step=None)
         yield _files_of_run(folder, artifact)
 
@@ -93,6 +96,7 @@ def _files_of_run(folder: Path, artifact: Path) -> ModelFiles:
         name=config.run_name or folder.resolve().name,
         run=folder,
         system=config.system,
+        template_variables=config.template_variables,
     )
 
 

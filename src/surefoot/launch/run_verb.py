@@ -80,12 +80,8 @@ def train_and_print(loaded: "LoadedConfig", *, as_json: bool) -> int:
 
 
 def _describe_resuming(run: "RunConfig") -> str:
-    """Return what resumes an interrupted run."""
-    changes = []
-    if run.overwrite_output_dir:
-        changes.append("overwrite_output_dir=false")
-    if run.resume_from_checkpoint is False:
-        changes.append("resume_from_checkpoint=auto")
-    if changes:
-        return f"the same command with {' '.join(changes)} resumes the run; as it is, it does not"
-    return "the same command resumes the run"
+    """Return the command that resumes an interrupted run."""
+    changes = ["overwrite_output_dir=false"] if run.overwrite_output_dir else []
+    changes += ["resume_from_checkpoint=auto"] if run.resume_from_checkpoint != "auto" else []
+    warning = ". Without that it deletes this run" if run.overwrite_output_dir else ""
+    return f"the same command{' with ' if changes else ''}{' '.join(changes)} resumes the run{warning}"

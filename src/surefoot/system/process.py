@@ -55,7 +55,7 @@ def is_local_rank() -> bool:
 
 
 def is_local_leader() -> bool:
-    """Return whether this process speaks for its machine: no rank, or the first rank of it."""
+    """Return whether this process is no rank, or the first rank of its machine."""
     return not is_rank() or launcher_number("LOCAL_RANK") == 0
 
 

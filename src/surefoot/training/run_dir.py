@@ -347,7 +347,7 @@ def _refuse_other_run(loaded: LoadedConfig) -> tuple[str, ...]:
         raise CheckpointError(
             f"output_dir={folder} holds a run of another length: {'; '.join(changes)}. With lr_scheduler_type: "
             f"{config.lr_scheduler_type} and warmup_ratio: {config.warmup_ratio:g} the learning rates would change. "
-            f"To keep what it has learned, `surefoot export {folder} FOLDER`. To go on, begin a new run from it, with "
+            f"`surefoot export {folder} FOLDER` keeps what it has learned. To go on, begin a new run from it, with "
             f"{name}: {source} and another output_dir. overwrite_output_dir: true deletes it ({where})."
         )
     if changes:

@@ -122,7 +122,7 @@ class Screen:
             self._write("", end="")
 
     def _show_first_step(self, batch: BatchDescribed) -> None:
-        number = self._num_backwards + 1
+        number = min(self._num_backwards + 1, batch.micro_batches)  # a forward is repeated to find the cause of a NaN
         part = f", part {number} of {batch.micro_batches}" if batch.micro_batches > 1 else ""
         elapsed = format_time_left(time.perf_counter() - self._began)
         self._show_passing(f"step {batch.step} is running{part} ({batch.tokens} tokens, {elapsed}) ...")
