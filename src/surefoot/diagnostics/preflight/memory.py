@@ -62,6 +62,8 @@ def check_model(context: CheckContext) -> Result:
         return fail("SF718", f"{run.model}: no such folder", is_fatal=True, fix=fix, where=where)
     if folder is None:
         raise NotApplicable(f"{run.model} is not here yet: the run fetches it when it starts")
+    if not (folder / "config.json").exists():
+        raise NotApplicable("it is no model folder")
     is_fatal = Path(run.model).is_dir()  # a cached model may be fetched again in another version
     try:
         weights = weights_of(folder)
