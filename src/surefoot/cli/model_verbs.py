@@ -59,21 +59,6 @@ def _add_model(parser: Parser) -> None:
     parser.add_argument("--adapter", help="a PEFT adapter folder, or a run folder, to load into the model")
 
 
-def _find_model(arguments: argparse.Namespace) -> "ModelFiles":
-    """Return the files of the model that the arguments name."""
-    _check_model_is_known(arguments)
-    from surefoot.inference.load import find_model
-
-    return find_model(arguments.model, arguments.adapter)
-
-
-def _check_model_is_known(arguments: argparse.Namespace) -> None:
-    """Refuse a model whose folder is missing, before torch is imported."""
-    from surefoot.models.resolve_model import check_is_known
-
-    check_is_known(arguments.model, arguments.model)
-
-
 def _add_serve(verbs: "argparse._SubParsersAction[Parser]") -> None:
     serve = verbs.add_parser("serve", help="serve a model with OpenAI's API: by vLLM if it is installed")
     _add_model(serve)
@@ -99,6 +84,14 @@ def _add_evaluate(verbs: "argparse._SubParsersAction[Parser]") -> None:
     evaluate.set_defaults(verb=_run_evaluate)
 
 
+def _run_export(arguments: argparse.Namespace) -> None:
+    target = surefoot.export(arguments.run, arguments.target, merge=arguments.merge, step=arguments.step)
+    is_adapter = (target / "adapter_config.json").is_file()
+    what = "an adapter; with --merge it would be a model that needs no other" if is_adapter else "a whole model"
+    payload = {"target": str(target), "merged": arguments.merge, "is_adapter": is_adapter}
+    show(payload, f"written: {target}, {what}", as_json=arguments.json)
+
+
 def _run_push(arguments: argparse.Namespace) -> None:
     from surefoot.models.hubs import push
     from surefoot.training.export import find_artifact
@@ -107,6 +100,33 @@ def _run_push(arguments: argparse.Namespace) -> None:
     address = push(folder, arguments.repository, is_private=not arguments.public, where="surefoot push")
     payload = {"folder": str(folder), "repository": arguments.repository, "address": address}
     show(payload, f"uploaded: {folder} to {address}", as_json=arguments.json)
+
+
+def _run_chat(arguments: argparse.Namespace) -> None:
+    _check_model_is_known(arguments)
+    from surefoot.inference.chat import Chat, find_system
+    from surefoot.inference.load import load, open_model
+
+    with working("loading the model"), open_model(arguments.model, arguments.adapter) as files:
+        model, tokenizer = load(files)
+    system = arguments.system
+    if system is None:
+        system = find_system(files, tokenizer)
+        if system is not None:
+            say(f"system message: {system}")
+    chat = Chat(
+        model,
+        tokenizer,
+        system,
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        template_variables=files.template_variables,
+    )
+    if arguments.prompt is None:
+        chat.run()
+        return
+    reply = chat.answer(arguments.prompt)
+    show({"prompt": arguments.prompt, "completion": reply}, reply, as_json=arguments.json)
 
 
 def _run_serve(arguments: argparse.Namespace) -> None:
@@ -138,14 +158,6 @@ def _run_evaluate(arguments: argparse.Namespace) -> None:
     show(scores, as_text(scores), as_json=arguments.json)
 
 
-def _run_export(arguments: argparse.Namespace) -> None:
-    target = surefoot.export(arguments.run, arguments.target, merge=arguments.merge, step=arguments.step)
-    is_adapter = (target / "adapter_config.json").is_file()
-    what = "an adapter; with --merge it would be a model that needs no other" if is_adapter else "a whole model"
-    payload = {"target": str(target), "merged": arguments.merge, "is_adapter": is_adapter}
-    show(payload, f"written: {target}, {what}", as_json=arguments.json)
-
-
 def _run_upcycle(arguments: argparse.Namespace) -> None:
     target = surefoot.upcycle(
         arguments.source,
@@ -159,33 +171,21 @@ def _run_upcycle(arguments: argparse.Namespace) -> None:
     show(model, f"written: {target}", as_json=arguments.json)
 
 
+def _find_model(arguments: argparse.Namespace) -> "ModelFiles":
+    """Return the files of the model that the arguments name."""
+    _check_model_is_known(arguments)
+    from surefoot.inference.load import find_model
+
+    return find_model(arguments.model, arguments.adapter)
+
+
+def _check_model_is_known(arguments: argparse.Namespace) -> None:
+    """Refuse a model whose folder is missing, before torch is imported."""
+    from surefoot.models.resolve_model import check_is_known
+
+    check_is_known(arguments.model, arguments.model)
+
+
 def _as_utf8(text: str) -> str:
     """Return an argument with question marks for bytes that are not UTF-8."""
     return text.encode("utf-8", "replace").decode()
-
-
-def _run_chat(arguments: argparse.Namespace) -> None:
-    _check_model_is_known(arguments)
-    from surefoot.inference.chat import Chat, find_system
-    from surefoot.inference.load import load, open_model
-
-    with working("loading the model"), open_model(arguments.model, arguments.adapter) as files:
-        model, tokenizer = load(files)
-    system = arguments.system
-    if system is None:
-        system = find_system(files, tokenizer)
-        if system is not None:
-            say(f"system message: {system}")
-    chat = Chat(
-        model,
-        tokenizer,
-        system,
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        template_variables=files.template_variables,
-    )
-    if arguments.prompt is None:
-        chat.run()
-        return
-    reply = chat.answer(arguments.prompt)
-    show({"prompt": arguments.prompt, "completion": reply}, reply, as_json=arguments.json)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from surefoot.config import DatasetItem, LoadedConfig
+from surefoot.config.schema import HUB_ID
 from surefoot.data.conversation import shown
 from surefoot.data.file_readers import COMPRESSIONS, KINDS, kind_of
 from surefoot.data.row_formats import FORMATS, FormatSpec
@@ -24,7 +25,6 @@ COLUMNS = frozenset(name for row_format in FORMATS.values() for name in row_form
 DataSetting = Literal["dataset", "eval_dataset"]
 DATA_SETTINGS: tuple[DataSetting, ...] = ("dataset", "eval_dataset")
 """Settings that name data files."""
-HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 SPLIT = re.compile(r"^(?P<name>[\w.-]*)(\[(?P<begin>-?\d{1,12}%?)?:(?P<end>-?\d{1,12}%?)?\])?$", re.ASCII)
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval", "training", "testing", "evaluation")
 NOT_DATA = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json", "config.json")
