@@ -69,8 +69,9 @@ def train(
         from surefoot.diagnostics.doctor import check_start
         from surefoot.errors import StoppedOnFinding
 
-        for finding in check_start(loaded, screen=screen):
-            raise StoppedOnFinding(finding)
+        faults = check_start(loaded, screen=screen)
+        if faults:
+            raise StoppedOnFinding(faults[0])
     return train_loaded(loaded, screen=screen, callbacks=callbacks)
 
 

@@ -101,17 +101,19 @@ def check_start(loaded: LoadedConfig, *, screen: bool = True) -> list[Finding]:
     loaded = as_launched(loaded)
     machine = snapshot_for(loaded)
     checks = examine(machine, loaded)
-    silent = [part for part in GPU_PARTS if part in machine.unknown and loaded.run.device != "cpu"]
-    if silent and screen:
-        say(f"doctor: cannot query the GPUs ({', '.join(silent)}): {machine.unknown[silent[0]]}")
-    for check in checks if screen else ():
-        if not check.is_answered:
-            say(f"doctor: {check.name}: {check.text}")
-        if check.status == "warning" and check.finding is not None:
-            say(f"doctor: {check.finding.code} {check.name}: {check.text}")
     faults = [check.finding for check in checks if check.status == "failed" and check.finding is not None]
-    for finding in faults if screen else ():
-        say(finding.as_text())
-    if faults and screen:
-        say("the run was not started; set preflight=false to start it anyway")
+    silent = [part for part in GPU_PARTS if part in machine.unknown and loaded.run.device != "cpu"]
+    lines = []
+    if silent:
+        lines.append(f"doctor: cannot query the GPUs ({', '.join(silent)}): {machine.unknown[silent[0]]}")
+    for check in checks:
+        if not check.is_answered:
+            lines.append(f"doctor: {check.name}: {check.text}")
+        if check.status == "warning" and check.finding is not None:
+            lines.append(f"doctor: {check.finding.code} {check.name}: {check.text}")
+    lines += [finding.as_text() for finding in faults]
+    if faults:
+        lines.append("the run was not started; set preflight=false to start it anyway")
+    for line in lines if screen else ():
+        say(line)
     return faults
