@@ -195,6 +195,12 @@ def test_what_is_left_out_of_the_rows_of_a_script_is_named(tmp_path: Path) -> No
     assert any("owner/others" in name for name in run.source.notes)
 
 
+@pytest.mark.parametrize(("strategy", "steps"), [("epoch", None), ("steps", 500)])
+def test_a_strategy_of_epochs_leaves_no_interval_of_the_peer(tmp_path: Path, strategy: str, steps: int | None) -> None:
+    text = f"SFTTrainer(model='m', args=SFTConfig(output_dir='o', save_strategy={strategy!r}))"
+    assert run_of(tmp_path, text)[1].get("save_steps") == steps
+
+
 def test_arguments_of_the_model_are_read_from_the_config(tmp_path: Path) -> None:
     text = "SFTTrainer(model='m', args=SFTConfig(model_init_kwargs={'torch_dtype': 'bfloat16'}))"
     assert run_of(tmp_path, text)[1]["dtype"] == "bfloat16"

@@ -47,6 +47,7 @@ def collect_defaults(imported: ImportedRun) -> dict[str, Any]:
         "dataset_dir": str(run.settings.get("dataset_dir")).upper().startswith(("ONLINE", "REMOTE:")),
         "warmup_ratio": "warmup_steps" in settings or find_peer_schedule(run) == "constant",
         "gradient_accumulation_steps": "global_batch_size" in settings,
+        "save_steps": run.settings.get("save_strategy", "steps") != "steps",
         "lora_dropout": is_grpo,  # Surefoot's GRPO refuses LoRA dropout
         **dict.fromkeys(read_deepspeed_settings(imported), True),
     }

@@ -117,7 +117,7 @@ IGNORED_IF: dict[str, tuple[frozenset[Any], str]] = {
     ),
     **dict.fromkeys(
         ("save_strategy", "evaluation_strategy", "eval_strategy", "logging_strategy"),
-        (frozenset(("steps",)), "save_steps, eval_steps and logging_steps set the intervals"),
+        (frozenset(("steps",)), "intervals are numbers of steps: set save_steps, eval_steps or logging_steps"),
     ),
     "loss_type": (
         frozenset(("nll", "causal_lm", "cross_entropy", None)),
