@@ -446,7 +446,7 @@ def test_evaluation_keeps_no_logits(settings: dict[str, Any], tmp_path: Path, to
 
 @pytest.mark.parametrize(
     ("length", "shown"),
-    [({"max_steps": 4}, r"step 2 of 4$"), ({"max_steps": None, "num_train_epochs": 2}, r"step 2, epoch 0\.\d\d of 2$")],
+    [({"max_steps": 4}, r"step 2 of 4 "), ({"max_steps": None, "num_train_epochs": 2}, r"step 2, epoch 0\.\d\d of 2 ")],
 )
 def test_an_export_of_an_unfinished_run_says_from_which_step(
     settings: dict[str, Any], length: dict[str, Any], shown: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
