@@ -151,6 +151,7 @@ TAKEN = "train_dataset=d['train'], eval_dataset=d['test']"
             },
         ),
         ("d = load_dataset('owner/rows')", "train_dataset=prepare(d), eval_dataset=None", {"dataset": "owner/rows"}),
+        ("d = load_dataset('owner/rows')\nd = ((\nd).shuffle())", "train_dataset=d", {"dataset": "owner/rows"}),
         ("d, e = load_dataset('owner/rows'), None", "train_dataset=prepare(d)", {"dataset": "owner/rows"}),
     ],
 )  # fmt: skip

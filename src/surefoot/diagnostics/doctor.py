@@ -96,7 +96,7 @@ def _list_changes(against: Path, machine: Snapshot) -> list[str]:
 def check_start(loaded: LoadedConfig, *, screen: bool = True) -> list[Finding]:
     """Run the preflight checks of a run and return the findings with which it must not start.
 
-    They, warnings and checks without an answer are printed to standard error unless `screen` is false.
+    These findings, warnings and checks without an answer go to standard error unless `screen` is false.
     """
     loaded = as_launched(loaded)
     machine = snapshot_for(loaded)

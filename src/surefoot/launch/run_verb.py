@@ -80,7 +80,7 @@ def train_and_print(loaded: "LoadedConfig", *, as_json: bool) -> int:
 
 
 def _describe_resuming(run: "RunConfig") -> str:
-    """Return the command that resumes an interrupted run."""
+    """Return the sentence that says how an interrupted run is resumed."""
     changes = ["overwrite_output_dir=false"] if run.overwrite_output_dir else []
     changes += ["resume_from_checkpoint=auto"] if run.resume_from_checkpoint != "auto" else []
     warning = ". Without that it deletes this run" if run.overwrite_output_dir else ""

@@ -68,10 +68,6 @@ class _Script:
         self._file = path.name
         self.run = ParsedRun("TRL", {}, {}, base=path.resolve().parent)
         self._variables = Variables(tree)
-        self._datasets = {
-            name for name, values in self._variables if any("load_dataset(" in ast.unparse(value) for value in values)
-        }
-        """Variables that hold what `load_dataset` returned."""
         self._loads: list[ast.Call] = []
         """Calls of `load_dataset`."""
         self._kinds_read: set[str] = set()
@@ -110,7 +106,7 @@ class _Script:
                     self._set(key, value, call)
         elif name == "load_dataset":
             self._loads.append(call)
-        elif name in ROW_METHODS and isinstance(call.func, ast.Attribute) and self._is_dataset(call.func.value):
+        elif name in ROW_METHODS and self._variables.find_origin(call) is not None:
             self.run.notes[f"{ast.unparse(call)[:80]} (line {call.lineno})"] = (
                 "rows are read as the file has them: write them as this makes them"
             )
@@ -125,7 +121,7 @@ class _Script:
             others = [call for call in self._loads if evaluation is None or call is not evaluation.call]
             training = Origin(others[0], None) if others else None
         base = self._find_base(training)
-        trained = self._find_source(base)
+        trained = self._variables.find_source(base)
         if base is not None and trained is not None:
             values = {"name": trained.path, "config": trained.subset, "train_split": trained.split}
             for name, value in values.items():
@@ -134,7 +130,7 @@ class _Script:
         else:
             self.run.notes["train_dataset"] = COMPUTED
         is_none = self._variables.find_literal(arguments.get("eval_dataset", ast.Constant(None))) is None
-        if not is_none and not self._has_read_evaluation(training, evaluation, trained):
+        if not is_none and not self._read_evaluation(training, evaluation, trained):
             self.run.notes[f"eval_dataset, line {trainer.lineno}"] = (
                 "the script computes it: set eval_dataset to its file, or eval_fraction to the share that is held out"
             )
@@ -146,7 +142,7 @@ class _Script:
             if call not in used:
                 self.run.notes[f"{ast.unparse(call)[:80]} (line {call.lineno})"] = "the trainer does not get these rows"
 
-    def _has_read_evaluation(self, training: Origin | None, evaluation: Origin | None, trained: Source | None) -> bool:
+    def _read_evaluation(self, training: Origin | None, evaluation: Origin | None, trained: Source | None) -> bool:
         """Read the evaluation data of a trainer, and return whether they are known.
 
         Rows of the source that is trained are not: the script selects some of them.
@@ -159,7 +155,7 @@ class _Script:
                 return False
             self._set("eval_fraction", share, evaluation.call)
             return True
-        source = self._find_source(evaluation)
+        source = self._variables.find_source(evaluation)
         if source is None or source == trained:
             return False
         if trained is not None and (source.path, source.subset) == (trained.path, trained.subset):
@@ -177,10 +173,6 @@ class _Script:
             return origin
         function = origin.call.func
         return self._variables.find_origin(function.value) if isinstance(function, ast.Attribute) else None
-
-    def _find_source(self, origin: Origin | None) -> Source | None:
-        """Return what is read; None if the script computes it."""
-        return self._variables.find_source(origin) if origin is not None else None
 
     def _is_first(self, kind: str, call: ast.Call) -> bool:
         """Return whether a call is the first of its kind; note others."""
@@ -209,11 +201,6 @@ class _Script:
             self._set("load_in_4bit", True, call)
         if "max_seq_length" in arguments:
             self._set("max_seq_length", arguments["max_seq_length"], call)
-
-    def _is_dataset(self, node: ast.expr) -> bool:
-        """Return whether an expression is, or is made of, what `load_dataset` returned."""
-        names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-        return "load_dataset" in names or not names.isdisjoint(self._datasets)
 
     def _arguments(self, call: ast.Call) -> Iterator[tuple[str, Any]]:
         """Yield the name and the value of each named argument of a call; see `find_literal`."""

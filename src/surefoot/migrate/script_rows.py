@@ -1,7 +1,7 @@
 """The rows that a Python script trains and evaluates on: what `load_dataset` reads, and which part of it is taken."""
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,17 +17,17 @@ DEFAULT_TEST_SIZE = 0.25
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the rows of an expression come from."""
+    """The call that makes the rows of an expression."""
 
     call: ast.Call
     """A call of `load_dataset` or of `train_test_split`."""
     part: ast.expr | None
-    """What is taken of its value: "test" in `rows["test"]`."""
+    """The part that is taken of its value: "test" in `rows["test"]`."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a call of `load_dataset` reads."""
+    """The hub dataset or the files that a call of `load_dataset` reads."""
 
     path: str | list[str]
     """A hub id, or files."""
@@ -54,9 +54,6 @@ class Variables:
                     if isinstance(target, ast.Name):
                         self._values.setdefault(target.id, []).append(node.value)
 
-    def __iter__(self) -> Iterator[tuple[str, Sequence[ast.expr]]]:
-        return iter(self._values.items())
-
     def find_literal(self, node: ast.expr) -> Any:
         """Return the value of a literal, or of a variable that is one; the expression of anything else.
 
@@ -74,7 +71,7 @@ class Variables:
 
         A variable has the value of its last assignment above. Methods of a dataset, such as `map`, are looked through.
         """
-        part = None
+        part, line = None, getattr(node, "lineno", 0)
         while node is not None:
             if isinstance(node, ast.Call):
                 if name_of(node) in ("load_dataset", "train_test_split"):
@@ -83,14 +80,17 @@ class Variables:
             elif isinstance(node, ast.Subscript):
                 part, node = node.slice, node.value
             elif isinstance(node, ast.Name):
-                above = [value for value in self._values.get(node.id, ()) if value.lineno < node.lineno]
+                above = [value for value in self._values.get(node.id, ()) if value.lineno < line]
                 node = max(above, key=lambda value: value.lineno, default=None)
+                line = node.lineno if node is not None else 0  # each step goes up, so this ends
             else:
                 node = None
         return None
 
-    def find_source(self, origin: Origin) -> Source | None:
-        """Return what is read for the rows of a call of `load_dataset`; None if the script computes it."""
+    def find_source(self, origin: Origin | None) -> Source | None:
+        """Return the source of the rows of a call of `load_dataset`; None if the script computes it."""
+        if origin is None:
+            return None
         arguments = self._find_arguments(origin.call, LOAD_ARGUMENTS)
         path: Any = arguments.get("path")
         files, subset = arguments.get("data_files"), arguments.get("name")

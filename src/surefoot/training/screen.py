@@ -94,8 +94,7 @@ class Screen:
             self._write_line(f"data: rows {rows}{held_out}{pending}")
         elif isinstance(event, RunStarted):
             self._began, self._first_step, self._has_started = time.perf_counter(), event.first_step, True
-            self._ends_of_steps.clear()
-            self._ends_of_steps.append((event.first_step - 1, self._began))
+            self._ends_of_steps = deque([(event.first_step - 1, self._began)], maxlen=STEPS_OF_ETA + 1)
             self._write_line(_describe_run(event.config))
             self._write_line(_describe_size(event))
         elif isinstance(event, BatchDescribed):
