@@ -112,11 +112,11 @@ def test_other_lines_take_the_place_of_the_line_that_is_rewritten() -> None:
 def test_a_first_step_that_runs_is_shown() -> None:
     terminal = Terminal()
     screen = Screen(1, terminal)
-    batch = BatchDescribed(0, 1, 900, 90, 4, 0, micro_batches=2)
+    batch = BatchDescribed(0, 1, 900, 90, 4, 0, micro_batches=3)
     phases = ("forward", "forward", "backward", "forward")  # the first one begins the step
     for event in (STARTED, batch, *(PhaseBegan(0, 1, phase) for phase in phases)):
         screen.observe(event)
-    assert terminal.lines()[-1] == "step 1 is running, part 2 of 2 (900 tokens, 0:00) ..."
+    assert terminal.lines()[-1] == "step 1 is running, part 2 of 3 (900 tokens, 0:00) ..."
     screen.observe(step(1))
     after = terminal.lines()[-1]
     for event in (replace(batch, step=2), PhaseBegan(0, 2, "forward")):
