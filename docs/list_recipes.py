@@ -22,6 +22,7 @@ PLANS = {
 """Recipe -> the GPU to plan for, and the folder of its model's config.json in examples/plans."""
 PAGES = {"recipes.md": "en", "zh-CN/recipes.md": "zh"}
 """Pages, and their language in recipes_words.yaml."""
+WORDS = yaml.safe_load((HERE / "recipes_words.yaml").read_text("utf-8"))
 
 
 def forecast(recipe: str) -> dict[str, Any]:
@@ -33,27 +34,28 @@ def forecast(recipe: str) -> dict[str, Any]:
          f"device={device}", f"model={model}"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    told: dict[str, Any] = json.loads(done.stdout)
-    return told
+    plan: dict[str, Any] = json.loads(done.stdout)
+    return plan
 
 
-def row(recipe: str, told: dict[str, Any]) -> str:
-    """Return the row of a recipe."""
+def row(recipe: str, plan: dict[str, Any], recomputation: str) -> str:
+    """Return the row of a recipe. `recomputation`: word for it in the language of the page."""
     gib = 1 << 30
-    recompute = " + recomputation" if told["gradient_checkpointing"] else ""
-    speed = float(f"{told['tokens_per_step'] / told['step_s']:.2g}")
+    recompute = f" + {recomputation}" if plan["gradient_checkpointing"] else ""
+    speed = float(f"{plan['tokens_per_step'] / plan['step_s']:.2g}")
     return (
         f"| `{recipe}.yaml` | "
-        f"{told['ranks']} x {told['device']['name']} | {told['per_device_train_batch_size']}{recompute} | "
-        f"{told['device_peak_bytes'] / gib:.1f} GiB | {told['host_peak_bytes'] / gib:.0f} GiB | {speed:,.0f} |"
+        f"{plan['ranks']} x {plan['device']['name']} | {plan['per_device_train_batch_size']}{recompute} | "
+        f"{plan['device_peak_bytes'] / gib:.1f} GiB | {plan['host_peak_bytes'] / gib:.0f} GiB | {speed:,.0f} |"
     )
 
 
 def main() -> None:
-    rows = [row(recipe, forecast(recipe)) for recipe in PLANS]
-    words = yaml.safe_load((HERE / "recipes_words.yaml").read_text("utf-8"))
+    plans = {recipe: forecast(recipe) for recipe in PLANS}
     for page, language in PAGES.items():
-        (HERE / page).write_text(words[language] + "\n".join(rows) + "\n", encoding="utf-8")
+        words = WORDS[language]
+        rows = [row(recipe, plan, words["recomputation"]) for recipe, plan in plans.items()]
+        (HERE / page).write_text(words["page"] + "\n".join(rows) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

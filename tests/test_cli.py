@@ -398,13 +398,26 @@ def test_explain_tells_what_a_folder_says(settings: dict[str, Any], tmp_path: Pa
     ],
 )
 def test_half_of_what_a_launcher_says_starts_no_job_of_its_own(
-    settings: dict[str, Any], tmp_path: Path, variables: dict[str, str], said: str
+    settings: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    here: Here,
+    variables: dict[str, str],
+    said: str,
 ) -> None:
     settings = {**settings, "nproc_per_node": 1 if said.startswith("WORLD_SIZE=") else 2}
-    (tmp_path / "run.json").write_text(json.dumps(settings))
-    done = surefoot("train", str(tmp_path / "run.json"), env=variables)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    done = here("train", config_file(tmp_path, settings))
     assert done.returncode == 2
     assert said in done.stderr
+
+
+def test_the_command_says_what_a_launcher_left_out(settings: dict[str, Any], tmp_path: Path) -> None:
+    config = config_file(tmp_path, {**settings, "nproc_per_node": 2})
+    done = surefoot("train", config, env={"RANK": "0", "WORLD_SIZE": "2"})
+    assert done.returncode == 2
+    assert "LOCAL_RANK, MASTER_ADDR, MASTER_PORT " in done.stderr
     assert "Traceback" not in done.stderr
 
 

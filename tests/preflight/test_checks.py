@@ -15,7 +15,7 @@ from surefoot.diagnostics.preflight import runner
 from surefoot.diagnostics.preflight.runner import as_text, changes, examine
 from surefoot.findings import CATALOGUE
 from surefoot.models.model_size import Weights, weights_of
-from surefoot.system.machine import Disk, Gpu, Interface
+from surefoot.system.machine import Disk, Gpu, Interface, Snapshot
 from tests.support.machines import GIB, LAPTOP, NODE, PORT, bad
 
 
@@ -700,6 +700,23 @@ def test_an_image_must_fit_into_what_it_stands_in(run: Any, tmp_path: Path, max_
         assert ("12845056 pixels" in check.text and "16384 tokens" in check.text) == (not max_pixels)
 
 
+@pytest.mark.parametrize(
+    ("machine", "changes", "is_named"),
+    [
+        (replace(LAPTOP, multiplies_bfloat16=False), {"device": "cpu", "dtype": "bfloat16"}, True),
+        (replace(LAPTOP, multiplies_bfloat16=False), {"device": "auto", "dtype": "bfloat16"}, True),
+        (replace(LAPTOP, multiplies_bfloat16=False), {"device": "cpu", "dtype": "auto"}, False),
+        (replace(LAPTOP, multiplies_bfloat16=True), {"device": "cpu", "dtype": "bfloat16"}, False),
+        (LAPTOP, {"device": "cpu", "dtype": "bfloat16"}, False),
+        (replace(NODE, multiplies_bfloat16=False), {"device": "cuda", "dtype": "bfloat16"}, False),
+    ],
+)
+def test_bfloat16_on_a_processor_without_it_is_named(
+    run: Any, machine: Snapshot, changes: dict[str, Any], is_named: bool
+) -> None:
+    assert bad(examine(machine, run(**changes))).get("SF748") == ("warning" if is_named else None)
+
+
 def test_what_may_not_be_read_is_not_applicable(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> Any:
         raise PermissionError(13, "Permission denied")
@@ -728,4 +745,5 @@ def test_every_code_of_the_catalogue_has_a_case() -> None:
         "SF743",  # of tests/preflight/test_run_config.py
         "SF744",
         "SF747",  # of tests/preflight/test_dataset_sample.py
+        "SF748",
     }

@@ -62,6 +62,20 @@ def write(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
+@pytest.mark.parametrize(
+    ("line", "multiplies"),
+    [
+        ("flags\t\t: fpu sse avx2 avx512f avx512bw", True),
+        ("Features\t: fp asimd bf16", True),
+        ("flags\t\t: fpu sse avx2", False),
+        ("model name\t: x", None),
+    ],
+)
+def test_the_flags_of_the_processor_are_read(tmp_path: Path, line: str, multiplies: bool | None) -> None:
+    root = write(tmp_path, {"proc/cpuinfo": f"processor\t: 0\n{line}\n"})
+    assert collect(root=root, gpus=False).multiplies_bfloat16 is multiplies
+
+
 PORTS = "sys/class/infiniband/mlx5_0/ports/1"
 CLUSTER = {
     f"{PORTS}/state": "4: ACTIVE\n",

@@ -326,4 +326,11 @@ PAGES = {
         "One of the first 200 rows of a file cannot be trained on, and on_bad_row is skip.",
         "Correct the rows, unless they are meant to be left out. `surefoot data` lists all of them.",
     ),
+    "SF748": Page(
+        "bfloat16 is very slow on this CPU",
+        "The run computes in bfloat16 on processors without AVX-512, AMX or ARM's bf16 instructions. torch then "
+        "multiplies matrices without its fast library: on an AVX2 processor a product of 1024 x 576 with 576 x 1536 "
+        "and its gradient took 28 times as long as in float32.",
+        "Leave dtype out (float32 on the CPU, bfloat16 on a GPU), or set dtype: float32.",
+    ),
 }

@@ -123,6 +123,8 @@ class Snapshot:
     """total, available, swap_total, swap_used; limit and limit_left if the cgroup has a limit."""
     cpus: dict[str, int | float] = field(default_factory=dict)
     """count; usable by the affinity of this process; quota if the cgroup has one."""
+    multiplies_bfloat16: bool | None = None
+    """Whether the processors have instructions with which torch multiplies matrices of bfloat16; None if not known."""
     shared_memory: Disk | None = None
     output: Disk | None = None
     host_addresses: tuple[str, ...] = ()

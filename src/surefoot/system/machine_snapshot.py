@@ -58,6 +58,8 @@ MOST_XIDS = 20
 _IN_TORCH = re.compile(r"^cuda(?::[^=]*)? = '([^']+)'", re.MULTILINE)
 GPUS, WINDOWS_GPU = "proc/driver/nvidia/gpus", "dev/dxg"
 """Paths that NVIDIA's driver creates, on Linux and on Linux under Windows (WSL)."""
+BFLOAT16_FLAGS = frozenset(("avx512bw", "avx512_bf16", "avx_ne_convert", "amx_bf16", "bf16"))
+"""Flags of /proc/cpuinfo; one suffices. With avx512bw alone oneDNN computes in float32 and converts."""
 
 
 def collect(
@@ -82,6 +84,7 @@ def collect(
         "limits": _read_limits,
         "memory_bytes": _read_memory_bytes,
         "cpus": _count_cpus,
+        "multiplies_bfloat16": lambda: _multiplies_bfloat16(root),
         "shared_memory": lambda: _read_disk(root / "dev/shm"),
         "host_addresses": _resolve_host_name,
         "interfaces": _read_interfaces,
@@ -174,6 +177,15 @@ def _count_cpus() -> dict[str, float]:
     counts: dict[str, float] = {"count": os.cpu_count() or 1, "usable": len(os.sched_getaffinity(0))}
     quota = cgroup.cpu_quota()
     return counts | ({"quota": quota} if quota is not None else {})
+
+
+def _multiplies_bfloat16(root: Path) -> bool | None:
+    """Return whether the processors have what oneDNN, torch's library, needs for products of bfloat16 matrices."""
+    for line in (root / "proc/cpuinfo").read_text("utf-8").splitlines():
+        name, _, flags = line.partition(":")
+        if name.strip() in ("flags", "Features"):  # of x86 and of ARM
+            return not BFLOAT16_FLAGS.isdisjoint(flags.split())
+    return None
 
 
 def existing_folder(path: Path) -> Path:

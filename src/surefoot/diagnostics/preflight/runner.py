@@ -51,6 +51,7 @@ CHECKS: Mapping[str, Callable[[CheckContext], Result]] = {
     "processes and threads": system.check_processes,
     "address space": system.check_address_space,
     "processors": system.check_processors,
+    "bfloat16": system.check_bfloat16,
     "swap": system.check_swap,
     "IOMMU": system.check_iommu,
     "output_dir": system.check_storage,

@@ -97,6 +97,18 @@ def check_processors(context: CheckContext) -> Result:
     return ok(f"{allowed:g} of {cpus['count']:g} CPUs")
 
 
+def check_bfloat16(context: CheckContext) -> Result:
+    run = context.require_run()
+    if run.dtype != "bfloat16" or context.is_on_gpus:
+        raise NotApplicable("only bfloat16 on the CPU is looked at")
+    if context.machine.multiplies_bfloat16 is None:
+        raise NotApplicable(context.machine.unknown.get("multiplies_bfloat16", "not known"))
+    if not context.machine.multiplies_bfloat16:
+        cause = f"dtype: bfloat16, and these processors have no instructions for it ({context.where('dtype')})"
+        return fail("SF748", cause)
+    return ok("the processors have instructions for it")
+
+
 def check_swap(context: CheckContext) -> Result:
     memory = context.machine.memory_bytes
     if "swap_total" not in memory:
