@@ -1,10 +1,10 @@
-# make demo | test | fuzz | test-matrix | test-models | test-vllm | campaign | lint | check | docs | bench | gpu: each builds what it needs; only Python 3.11+, git and make must be there.
+# make demo | test | test-long | fuzz | test-matrix | test-models | test-vllm | campaign | lint | check | docs | bench | gpu: each builds what it needs; only Python 3.11+, git and make must be there.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test fuzz test-matrix test-models test-vllm campaign lint check docs bench gpu clean
+.PHONY: demo test test-long fuzz test-matrix test-models test-vllm campaign lint check docs bench gpu clean
 
 demo: $(VENV)/.run
 	$(BIN)/python examples/demo.py demo
@@ -13,8 +13,13 @@ demo: $(VENV)/.run
 # order of their names: by their number of tests, the files that take longest would come last.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+NO_LATER_TARGET := not matrix and not campaign and not vllm and not models
+
 test: $(VENV)/.dev
-	$(PYTEST) -m "not matrix and not campaign and not vllm and not models"
+	$(PYTEST) -m "not long and $(NO_LATER_TARGET)"
+
+test-long: $(VENV)/.dev
+	$(PYTEST) -m "long and $(NO_LATER_TARGET)"
 
 # Random examples for ten minutes; a failure prints the seed, which SUREFOOT_FUZZ_SEED repeats.
 fuzz: $(VENV)/.dev
@@ -48,7 +53,7 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 check: lint
-	$(BIN)/python -m pytest -m "not slow and not matrix and not campaign and not vllm and not models"
+	$(PYTEST) -m "not slow and not long and $(NO_LATER_TARGET)"
 
 # The pages of docs/ as a site with search, in build/site. Generated pages first; a warning is an error.
 docs: $(VENV)/.docs

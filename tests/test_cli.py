@@ -193,6 +193,7 @@ def test_a_folder_that_was_deleted_meanwhile_is_named(tmp_path: Path) -> None:
         assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
 
 
+@pytest.mark.long
 def test_the_cache_may_have_any_name_and_its_errors_name_it(tmp_path: Path, settings: dict[str, Any]) -> None:
     arguments = ["data", config_file(tmp_path, settings), "--show", "9" * 30]
     done = surefoot(*arguments, env={"SUREFOOT_CACHE": f"{tmp_path}/cache\udcff"})
@@ -214,6 +215,7 @@ def test_an_artifact_that_is_damaged_is_not_exported(tmp_path: Path, settings: d
     assert not (tmp_path / "copy").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("verb", ["export", "watch", "train"])
 def test_a_pipe_in_the_place_of_a_file_of_the_run_is_not_waited_for(
     tmp_path: Path, settings: dict[str, Any], verb: str
@@ -236,6 +238,7 @@ def test_a_pipe_in_the_place_of_a_file_of_the_run_is_not_waited_for(
     assert verb != "train" or "metrics.jsonl, run.yaml" in ended.stderr
 
 
+@pytest.mark.long
 def test_upcycle(tmp_path: Path, model_folder: Callable[[str], Path]) -> None:
     made = surefoot("upcycle", str(model_folder("llama")), str(tmp_path / "moe"), "--experts", "3", "--json")
     assert made.returncode == 0, made.stderr
@@ -289,6 +292,7 @@ def test_an_output_inside_the_data_is_refused(tmp_path: Path, settings: dict[str
     assert re.search(r"output_dir=.*inside dataset .*run\.yaml:\d", done.stderr), done.stderr
 
 
+@pytest.mark.long
 def test_bad_input_ends_the_supervised_run_with_status_2_and_no_traceback(
     tmp_path: Path, settings: dict[str, Any]
 ) -> None:
@@ -324,6 +328,7 @@ def test_a_model_without_chat_template(
     assert given.returncode == 0, given.stderr
 
 
+@pytest.mark.long
 def test_a_finding_ends_with_status_3(tmp_path: Path, settings: dict[str, Any]) -> None:
     done = surefoot("train", config_file(tmp_path, {**settings, "learning_rate": 1e30}))
     assert done.returncode == 3, done.stderr
@@ -356,6 +361,7 @@ def test_explain_says_why_a_run_failed(settings: dict[str, Any], tmp_path: Path,
     assert "  error: bad.jsonl:1" in said.stdout
 
 
+@pytest.mark.long
 def test_explain_tells_what_a_folder_says(settings: dict[str, Any], tmp_path: Path) -> None:
     folder = train(settings, screen=False).run_folder
     said = surefoot("explain", str(folder))
@@ -382,6 +388,7 @@ def test_explain_tells_what_a_folder_says(settings: dict[str, Any], tmp_path: Pa
     assert "holds no run" in nothing.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
@@ -413,6 +420,7 @@ def test_half_of_what_a_launcher_says_starts_no_job_of_its_own(
     assert said in done.stderr
 
 
+@pytest.mark.long
 def test_the_command_says_what_a_launcher_left_out(settings: dict[str, Any], tmp_path: Path) -> None:
     config = config_file(tmp_path, {**settings, "nproc_per_node": 2})
     done = surefoot("train", config, env={"RANK": "0", "WORLD_SIZE": "2"})
@@ -429,6 +437,7 @@ def test_a_file_that_may_not_be_read_is_named_without_a_traceback(capsys: pytest
     assert "error: /data/rows.jsonl: Permission denied." in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_modules_in_the_current_folder_are_imported_by_no_process_of_a_run(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:

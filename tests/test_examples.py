@@ -35,9 +35,10 @@ def test_every_recipe_is_planned_in_the_documentation() -> None:
     assert {path.stem for path in (ROOT / "examples" / "recipes").iterdir()} == PAGE["PLANS"].keys()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "recipe", [pytest.param(name, marks=[pytest.mark.models] * ("qwen3.5" in name)) for name in PAGE["PLANS"]]
+    "recipe",
+    [pytest.param(name, marks=[pytest.mark.matrix] * (name != "qwen3-8b-lora-24gb")) for name in PAGE["PLANS"]],
 )
 def test_a_recipe_fits_and_its_plan_is_that_of_the_documentation(recipe: str) -> None:
     plan = PAGE["forecast"](recipe)
@@ -57,7 +58,7 @@ def test_orders_are_deterministic_and_held_out_rows_are_new(orders: dict[str, An
     assert len(first.read_text().splitlines()) == len(train)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_real_model_renders_as_its_template_says_and_knows_paris() -> None:
     from transformers import AutoTokenizer
 
@@ -84,7 +85,7 @@ def test_the_real_model_renders_as_its_template_says_and_knows_paris() -> None:
     assert "Paris" in surefoot.complete(model, tokenizer, [question], max_new_tokens=12)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_upcycled_real_model_computes_what_the_dense_one_does(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

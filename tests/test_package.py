@@ -31,7 +31,7 @@ def test_train_stays_a_function_once_its_room_is_loaded() -> None:
     assert callable(surefoot.train)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_wheel_builds_installs_and_trains_outside_the_repository(
     tmp_path: Path, settings: dict[str, object]
 ) -> None:

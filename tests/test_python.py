@@ -71,6 +71,7 @@ def test_callbacks_are_called_with_each_event(settings: dict[str, Any]) -> None:
         surefoot.train(settings, screen=False, callbacks=[events.append], nproc_per_node=2, overwrite_output_dir=True)
 
 
+@pytest.mark.long
 def test_a_run_leaves_its_report(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SUREFOOT_SUPERVISED")
     result = surefoot.train(settings, screen=False, report=True)
@@ -103,6 +104,7 @@ def test_an_exception_in_a_callback_ends_the_run(settings: dict[str, Any]) -> No
     assert (summary["status"], "enough" in summary["error"]) == ("failed", True)
 
 
+@pytest.mark.long
 def test_a_plan_takes_settings_and_options() -> None:
     told = surefoot.plan(PLANS / "qwen1.5-moe-lora.yaml", device="h100", price=2, max_steps=500)
     assert (told.forecast.device.name, told.price, told.forecast.run.max_steps) == ("h100", 2.0, 500)

@@ -32,6 +32,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_kernels_of_the_stand_in_agree_with_plain_maths() -> None:
     done = run(str(CALL / "numerics.py"), "--device", "cpu")
     rows = [json.loads(line) for line in done.stdout.splitlines()]
@@ -39,6 +40,7 @@ def test_kernels_of_the_stand_in_agree_with_plain_maths() -> None:
     assert [row["name"] for row in rows if not row["passed"]] == []
 
 
+@pytest.mark.long
 def test_a_part_that_fails_or_hangs_is_a_row(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call, "HERE", tmp_path)
     row = "import json, time; print(json.dumps({'name': 'a', 'result': '1', 'limit': '', 'passed': True}), flush=True)"

@@ -215,6 +215,7 @@ def test_a_text_of_any_kind_is_parsed_or_refused(parse: Callable[[str, str], Any
             parse(text, "name")
 
 
+@pytest.mark.long
 def test_the_command_line_says_so_with_status_2(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(BASE + "seed: 2024-13-45\n")
     (tmp_path / "bomb.yaml").write_text(f"base_model: x\ndatasets: {BOMB}\n")

@@ -260,6 +260,7 @@ LINES = st.lists(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(LINES, st.sampled_from(["drop", "left", "right"]), st.sampled_from(["assistant", "last_assistant", "all"]))
 def test_whatever_a_file_holds_its_counts_add_up(

@@ -47,7 +47,8 @@ def big_file(path: Path, rows: int = 9000) -> Path:
     return write_jsonl(path, [{**row, "n": n} for n, row in enumerate(counting_rows(rows))])
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+@pytest.mark.long
+@pytest.mark.parametrize("suffix", [".jsonl", pytest.param(".jsonl.gz", marks=pytest.mark.matrix)])
 def test_workers_prepare_what_one_process_prepares(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, suffix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,6 +71,7 @@ def test_workers_prepare_what_one_process_prepares(
         assert seen[-1].eta_s == 0
 
 
+@pytest.mark.long
 def test_who_waits_says_that_more_is_there(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +137,7 @@ def test_a_file_changed_while_it_is_prepared_poisons_nothing(
         dataset.prepare()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 2])
 def test_more_files_than_may_be_open(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, workers: int, monkeypatch: pytest.MonkeyPatch
@@ -177,6 +180,7 @@ def start_preparing(path: Path) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("always_workers")
 def test_after_a_kill_preparing_goes_on_where_it_stopped(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = big_file(tmp_path / "a.jsonl", 30_000)
@@ -214,6 +218,7 @@ def own_workers() -> list[psutil.Process]:
     return [process for process, line in command_lines(os.getpid()).items() if "surefoot.data.prepare_worker" in line]
 
 
+@pytest.mark.long
 def test_two_processes_share_one_preparation(tmp_path: Path) -> None:
     path = big_file(tmp_path / "a.jsonl", 20_000)
     processes = [start_preparing(path) for _ in range(2)]
@@ -223,6 +228,7 @@ def test_two_processes_share_one_preparation(tmp_path: Path) -> None:
     assert sum(len(lines) - 1 for lines in printed) == 5, "five chunks, each prepared by one of them"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("always_workers")
 def test_training_data_can_be_asked_for_while_the_rest_is_prepared(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
@@ -238,6 +244,7 @@ def test_training_data_can_be_asked_for_while_the_rest_is_prepared(
     assert dataset.counts().read == 20_000
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("always_workers")
 def test_stopping_ends_the_workers_and_keeps_the_shards(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     dataset = open_dataset(big_file(tmp_path / "a.jsonl", 60_000), tokenizer, num_workers=1)
@@ -264,6 +271,7 @@ def test_a_failure_in_a_worker_reaches_the_user(tmp_path: Path, background: bool
         dataset.chunk_samples(0) if background else dataset.prepare()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rows", "workers", "doing"),
     [(60_000, 1, r" chunk \d"), (6_000, 3, "")],  # some of the three have nothing to do

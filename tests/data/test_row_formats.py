@@ -331,6 +331,7 @@ MESSAGE = st.dictionaries(st.sampled_from(KEYS), JSON | st.sampled_from(["user",
 NAMES = sorted({name for made in FORMATS.values() for name in made.required | made.optional})
 
 
+@pytest.mark.long
 @settings(max_examples=400, deadline=None)
 @given(st.dictionaries(st.sampled_from(NAMES), JSON | st.lists(MESSAGE, max_size=4), max_size=4))
 def test_any_row_is_a_conversation_or_is_refused_by_name(columns: dict[str, Any]) -> None:

@@ -511,6 +511,7 @@ WORDS = st.text(st.characters(blacklist_categories=("Cs", "Cc"), blacklist_chara
 RISKY = st.one_of(WORDS, st.sampled_from(LOOKALIKES), st.tuples(WORDS, st.sampled_from(LOOKALIKES), WORDS).map("".join))
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(
     name=st.sampled_from(sorted(FAMILIES)),

@@ -130,6 +130,7 @@ def test_a_deadline_that_passes_where_python_lets_nothing_out_comes_again() -> N
     assert time.process_time() - begin_s < 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_rows", [4, pytest.param(20_000, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("kind", ["a list that doubles", "one operation that goes on"])
 def test_a_run_with_a_hostile_template_ends_with_status_2(

@@ -118,6 +118,7 @@ def test_a_rank_that_is_killed_ends_the_run_and_is_named(two_ranks: dict[str, An
     assert find_newest(Path(settings["output_dir"]))[0] is not None
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_while_it_sends_ends_the_run_too(two_ranks: dict[str, Any]) -> None:
     """Of a peer whose message is cut short gloo says nothing: elastic alone would wait for half a minute."""
     process = start(two_ranks, "1:cut:3@step")
@@ -134,6 +135,7 @@ def test_a_rank_that_is_killed_while_it_sends_ends_the_run_too(two_ranks: dict[s
     assert summary_of(two_ranks)["status"] == "failed"
 
 
+@pytest.mark.long
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(two_ranks: dict[str, Any]) -> None:
     settings = {**two_ranks, "max_steps": 5000}
     process = start(settings)
@@ -147,6 +149,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(two_ranks: dict[str,
     assert list_checkpoints(Path(settings["output_dir"]))[-1].name == f"step-{summary['steps']:08d}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["0:raise:5@step", pytest.param("1:SIGKILL:5@step", marks=pytest.mark.matrix)])
 def test_a_run_starts_again_from_its_checkpoint_when_a_rank_died(
     two_ranks: dict[str, Any], tmp_path: Path, fault: str
@@ -166,6 +169,7 @@ def test_a_run_starts_again_from_its_checkpoint_when_a_rank_died(
     assert summary_of(settings)["status"] == "completed"
 
 
+@pytest.mark.long
 def test_an_exception_on_one_rank_ends_all_with_its_reason(two_ranks: dict[str, Any]) -> None:
     process = start(two_ranks, "1:raise:3@step")
     began = time.monotonic()
@@ -177,6 +181,7 @@ def test_an_exception_on_one_rank_ends_all_with_its_reason(two_ranks: dict[str, 
     assert summary_of(two_ranks)["steps"] == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.matrix), 1])
 def test_a_rank_that_gets_no_more_memory_says_what_it_knows(two_ranks: dict[str, Any], rank: int) -> None:
     process = start(two_ranks, f"{rank}:allocate:3@step")
@@ -217,6 +222,7 @@ def test_a_finding_that_an_earlier_run_had_too_is_written_down_again(
     assert [made["code"] for made in fail(time.time() - 60)] == ["SF209"], "rank 0 said it already"
 
 
+@pytest.mark.long
 def test_a_loss_that_is_not_finite_on_one_rank_stops_all_with_one_finding(
     two_ranks: dict[str, Any], tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -245,6 +251,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_with_one_finding(
     assert stderr.count("SF401") == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", [pytest.param("1:SIGKILL:4@save", marks=pytest.mark.matrix), "0:SIGKILL:5@save"])
 def test_a_kill_during_a_save_leaves_the_checkpoint_before(two_ranks: dict[str, Any], fault: str) -> None:
     """Of rank 1 after its second save's last file, of rank 0 just before the manifest of the second save."""
@@ -295,6 +302,7 @@ def test_two_launched_runs_never_share_a_folder(two_ranks: dict[str, Any]) -> No
     assert summary_of(settings)["status"] == "interrupted"
 
 
+@pytest.mark.long
 def test_a_rank_that_does_not_come_is_named_and_ends_the_run(two_ranks: dict[str, Any]) -> None:
     process = start(two_ranks, "1:sleep:1@meet", MEET_WITHIN_S="3")
     _, stderr = process.communicate(timeout=60)
@@ -375,6 +383,7 @@ def test_a_storm_of_signals_is_passed_on_a_few_times(tmp_path: Path) -> None:
     assert passed == ["SIGINT"] * (len(passed) - 1) + ["SIGTERM"]
 
 
+@pytest.mark.long
 def test_a_signal_while_ranks_are_starting_stops_them(two_ranks: dict[str, Any]) -> None:
     process = start({**two_ranks, "max_steps": 5000})
     deadline = time.monotonic() + 60

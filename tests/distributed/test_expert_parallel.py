@@ -72,6 +72,7 @@ def test_auto_times_each_size_and_keeps_the_fastest(
     assert losses(tmp_path / "moe") == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
 
 
+@pytest.mark.long
 def test_sizes_that_do_not_fit_are_passed_over(
     tmp_path: Path, parallel_model: Any, parallel_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

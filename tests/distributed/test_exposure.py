@@ -25,7 +25,7 @@ from tests.support.sockets import ListeningSocket, listening_sockets, watch_sock
 
 UNPICKLING = Path(__file__).with_name("unpickling")
 PORT = 29577
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture
@@ -57,7 +57,14 @@ def end_of(process: "subprocess.Popen[str]", status: int = 0) -> str:
     return output
 
 
-@pytest.mark.parametrize(("ranks", "verb"), [(1, "train"), (2, "train"), (2, "doctor")])
+@pytest.mark.parametrize(
+    ("ranks", "verb"),
+    [
+        (2, "train"),
+        pytest.param(1, "train", marks=pytest.mark.matrix),
+        pytest.param(2, "doctor", marks=pytest.mark.matrix),
+    ],
+)
 def test_a_run_on_one_machine_listens_on_the_loopback_interface_alone(
     settings: dict[str, Any], ranks: int, verb: str
 ) -> None:
@@ -111,7 +118,9 @@ def _sockets_of_launcher(supervisor: int) -> set[ListeningSocket]:
     }
 
 
-@pytest.mark.parametrize("changes", [{"tuning": "full", "zero_stage": 3}, {"zero_stage": 2}])
+@pytest.mark.parametrize(
+    "changes", [{"tuning": "full", "zero_stage": 3}, pytest.param({"zero_stage": 2}, marks=pytest.mark.matrix)]
+)
 def test_nothing_that_comes_from_another_rank_is_unpickled(
     settings: dict[str, Any], tmp_path: Path, changes: dict[str, Any]
 ) -> None:

@@ -14,7 +14,7 @@ from tests.support.grpo import GRPO
 from tests.support.processes import FAULTS
 from tests.support.runs import settings_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.matrix]
+pytestmark = pytest.mark.matrix
 REWARDS = """
 import os, time
 

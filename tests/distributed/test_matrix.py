@@ -16,6 +16,8 @@ from tests.support.grpo import GRPO
 from tests.support.runs import settings_of
 from tests.support.vision import KINDS
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 1e-4
 STEPS = 7
 """The checkpoint of step 5 is in the middle of two steps with the same completions; step 6 begins the second epoch."""
@@ -88,29 +90,33 @@ JOBS: dict[str, dict[str, Any]] = {
     "wide-full": {"model": "wide", "tuning": "full"},
     "one_expert-full": {"model": "one_expert", "tuning": "full", "router_aux_loss_coef": 0.01, "global_batch_size": 3},
 }
-FAST = ("1", "2-zero2", "2-zero3", "2-ep2-zero3")
-FAST_JOBS = ("llama-full", "mixtral-full", "qwen2_moe-lora", "qwen2_moe-grpo")
-"""These on those in `make test`; all others in `make test-matrix`."""
-
+FAST = ("1", "2-zero3", "2-ep2-zero3")
+FAST_JOBS = ("qwen2_moe-lora", "qwen2_moe-grpo")
+"""`make test` runs these on those, `make test-long` every third other pair, and `make test-matrix` the rest."""
+MARKS: dict[str, Any] = {"test": (), "test-long": pytest.mark.long, "test-matrix": pytest.mark.matrix}
 WIDE_TOPOLOGIES = ("1", "2-zero3", "2-ep2")
 """Enough to cut tensors of millions of elements in every way; each writes 200 MB."""
 
 RESUMED_JOBS = ("qwen2_moe-lora", "mixtral-full", "qwen2_moe-grpo", "qwen3_vl_moe-grpo")
 MIDDLE = Path("checkpoints", "step-00000005")
-RESUMES = [("2-zero2", "1"), ("1", "2-ep2-zero3")]
-SLOW_RESUMES = [
-    ("2-ep2-zero3", "2-zero2"),
-    ("2-zero3", "2-ep2"), ("4-ep2-zero3", "3-zero2"),
+RESUMES = [
+    ("2-zero3", "1"), ("1", "2-ep2-zero3"), ("2-zero2", "1"),
+    ("2-ep2-zero3", "2-zero2"), ("2-zero3", "2-ep2"), ("4-ep2-zero3", "3-zero2"),
     ("5-zero3", "4-replicate2-ep2-zero3"), ("4-ep4", "1"), ("3-zero3", "5-zero3"),
 ]  # fmt: skip
 
 
-def _is_fast(topology: str, job: str) -> bool:
-    return topology in FAST and job in FAST_JOBS
+def _target(topology: str, job: str) -> str:
+    """Return the target of the Makefile that runs a job on a topology."""
+    if topology in FAST and job in FAST_JOBS:
+        return "test"
+    number = list(TOPOLOGIES).index(topology) + list(JOBS).index(job)
+    return "test-long" if topology == "1" or number % 3 == 0 else "test-matrix"
 
 
-def _resumes_fast(before: str, after: str, job: str) -> bool:
-    return (before, after) in RESUMES and not job.startswith("qwen3_vl")
+def _target_of_resume(before: str, after: str, job: str) -> str:
+    """Return the target that resumes a job on another topology: the later target of the job on either."""
+    return max((_target(topology, job) for topology in (before, after)), key=list(MARKS).index)
 
 
 def _is_possible(topology: str, job: str) -> bool:
@@ -131,7 +137,7 @@ class Outcome:
 class Runs:
     """Runs all jobs of topologies with as many ranks, in the same processes, when the first one is asked for.
 
-    Those of `make test` and the others apart.
+    Those of each target apart.
     """
 
     def __init__(self, root: Path, start: Callable[[str, str, Path], dict[str, Any]], run_on: Any) -> None:
@@ -146,7 +152,7 @@ class Runs:
                 for name, (ranks, _) in TOPOLOGIES.items()
                 for each in JOBS
                 if ranks == TOPOLOGIES[topology][0]
-                and _is_fast(name, each) == _is_fast(topology, job)
+                and _target(name, each) == _target(topology, job)
                 and _is_possible(name, each)
             }
             self._done |= wanted.keys()
@@ -157,16 +163,16 @@ class Runs:
         """The folder of a run that went on from step 5 of another; `resharded` in it holds what it loaded."""
         folder = self._root / f"{before}-then-{after}" / job
         if folder not in self._done:
-            is_fast = _resumes_fast(before, after, job)
+            target = _target_of_resume(before, after, job)
             ranks = TOPOLOGIES[after][0]
             jobs = []
-            for one, other in (pair for pair in (*RESUMES, *SLOW_RESUMES) if TOPOLOGIES[pair[1]][0] == ranks):
-                for each in (name for name in RESUMED_JOBS if _resumes_fast(one, other, name) == is_fast):
-                    target = self._root / f"{one}-then-{other}" / each
+            for one, other in (pair for pair in RESUMES if TOPOLOGIES[pair[1]][0] == ranks):
+                for each in (name for name in RESUMED_JOBS if _target_of_resume(one, other, name) == target):
+                    output = self._root / f"{one}-then-{other}" / each
                     middle = self.folder(one, each) / MIDDLE
-                    settings = {**self._settings(other, each, target), "resume_from_checkpoint": str(middle)}
-                    jobs += [settings, {**settings, "reshard_to": str(target / "resharded")}]
-                    self._done.add(target)
+                    settings = {**self._settings(other, each, output), "resume_from_checkpoint": str(middle)}
+                    jobs += [settings, {**settings, "reshard_to": str(output / "resharded")}]
+                    self._done.add(output)
             self._run_on(ranks, jobs)
         return folder
 
@@ -201,14 +207,13 @@ def runs(
 
 def _cases(topologies: Sequence[str]) -> list[Any]:
     return [
-        pytest.param(topology, job, marks=() if _is_fast(topology, job) else pytest.mark.matrix)
+        pytest.param(topology, job, marks=MARKS[_target(topology, job)])
         for topology in topologies
         for job in JOBS
         if _is_possible(topology, job)
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("topology", "job"), _cases([name for name in TOPOLOGIES if name != "1"]))
 def test_a_run_is_the_same_on_every_topology(runs: Runs, topology: str, job: str) -> None:
     alone, spread = runs.outcome("1", job), runs.outcome(topology, job)
@@ -228,14 +233,9 @@ def test_a_run_is_the_same_on_every_topology(runs: Runs, topology: str, job: str
         torch.testing.assert_close(value, alone.weights[name], rtol=0, atol=TOLERANCE, msg=name)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "job"),
-    [
-        pytest.param(*pair, job, marks=() if _resumes_fast(*pair, job) else pytest.mark.matrix)
-        for pair in (*RESUMES, *SLOW_RESUMES)
-        for job in RESUMED_JOBS
-    ],
+    [pytest.param(*pair, job, marks=MARKS[_target_of_resume(*pair, job)]) for pair in RESUMES for job in RESUMED_JOBS],
 )
 def test_a_checkpoint_goes_on_on_any_topology(runs: Runs, before: str, after: str, job: str) -> None:
     folder = runs.resumed(before, after, job)

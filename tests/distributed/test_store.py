@@ -5,6 +5,10 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.long
+
 WAIT = """
 from datetime import timedelta
 from surefoot.distributed.store import shared_store

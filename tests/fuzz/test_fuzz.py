@@ -167,6 +167,7 @@ def try_examples(
             return
 
 
+@pytest.mark.long
 def test_configs(world: World) -> None:
     def check(folder: Path, example: tuple[bytes, str]) -> None:
         text, verb = example
@@ -176,6 +177,7 @@ def test_configs(world: World) -> None:
     try_examples(world, yaml_files({**world.settings, "output_dir": "run"}), 100, check)
 
 
+@pytest.mark.long
 def test_rows(world: World) -> None:
     def check(folder: Path, example: tuple[bytes, str]) -> None:
         text, handling = example
@@ -185,6 +187,7 @@ def test_rows(world: World) -> None:
     try_examples(world, row_files(), 100, check)
 
 
+@pytest.mark.long
 def test_checkpoints(world: World) -> None:
     def check(folder: Path, applied: list[Damage]) -> None:
         run = copy_damaged(world.sentinel, folder / "run", applied)
@@ -195,6 +198,7 @@ def test_checkpoints(world: World) -> None:
     try_examples(world, damages(world.sentinel), 40, check)
 
 
+@pytest.mark.long
 def test_model_folders(world: World) -> None:
     def check(folder: Path, applied: list[Damage]) -> None:
         model = copy_damaged(world.model, folder / "model", applied)
@@ -206,6 +210,7 @@ def test_model_folders(world: World) -> None:
     try_examples(world, damages(world.model), 30, check)
 
 
+@pytest.mark.long
 def test_adapters(world: World) -> None:
     source = world.sentinel / "adapter"
 
@@ -235,6 +240,7 @@ def broken_model(world: World, tmp_path: Path) -> Path:
     return model
 
 
+@pytest.mark.long
 def test_real_processes_end_as_calls_do(world: World, broken_model: Path, tmp_path: Path) -> None:
     examples = (
         ("data", world.config(tmp_path, seed="x")),

@@ -22,6 +22,8 @@ from surefoot.models.isolation import longest_at_one_frequency
 from surefoot.models.lora import LoraSettings
 from tests.models.architectures import tiny_config, tiny_model
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
 KINDS = ["llama", "qwen2_moe"]
 CACHES = {
@@ -198,6 +200,7 @@ def test_completions_tell_the_experts_that_training_would_choose(
         assert [one.experts for one in trajectories] == [one.experts for one in made]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CACHES)
 def test_caches_of_every_kind_give_the_tokens_of_each_prompt_alone(name: str, tokenizer: Any) -> None:
     model = tiny_model(name)

@@ -102,6 +102,7 @@ def test_a_function_that_prints_a_gigabyte_is_cut_off_and_goes_on(
     assert output.endswith("]\n")
 
 
+@pytest.mark.long
 def test_workers_that_are_started_again_share_one_bound(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
     rewards = start("floods_and_hangs", timeout_s=1.0)
     for _ in range(2):

@@ -243,6 +243,7 @@ def test_a_group_in_which_all_hang_is_given_up_after_a_few_deadlines(rewards: Ca
     assert values(ours.score([asked(["good"])])[0]) == [[1.0]]  # the worker is there again
 
 
+@pytest.mark.long
 def test_a_function_that_always_hangs_is_not_waited_for_in_each_group(rewards: Callable[..., Rewards]) -> None:
     ours = rewards("hangs_on_bad", timeout_s=0.5)
     scored = ours.score([asked(["bad"] * 3) for _ in range(10)])
@@ -257,12 +258,14 @@ def test_a_function_that_always_hangs_is_not_waited_for_in_each_group(rewards: C
     assert not any((of_one[0].failure or "").startswith("not called:") for of_one in bad)
 
 
+@pytest.mark.long
 def test_a_function_that_hangs_at_first_is_asked_on(rewards: Callable[..., Rewards]) -> None:
     """What a step learns does not depend on which groups a rank has."""
     scored = rewards("hangs_on_bad", timeout_s=0.5).score([asked(["bad"] * 2)] * 3 + [asked(["good"] * 2)])
     assert values(scored[-1]) == [[1.0]] * 2
 
 
+@pytest.mark.long
 def test_a_function_that_hangs_now_and_then_is_asked_on(rewards: Callable[..., Rewards]) -> None:
     hanging, sound = asked(["bad"] * 2), asked(["good"] * 2)
     scored = rewards("hangs_on_bad", timeout_s=0.5).score([hanging, sound, hanging, sound, hanging, sound])
@@ -453,6 +456,7 @@ def test_what_a_function_started_ends_with_it(rewards: Callable[..., Rewards], t
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.long
 def test_large_texts_travel_in_time(rewards: Callable[..., Rewards]) -> None:
     large = "é" * 3_000_000
     began = time.monotonic()

@@ -40,6 +40,8 @@ from surefoot.models.build import build_model
 from surefoot.models.dtensor_blocks import gather_full
 from surefoot.models.lora import LoraSettings
 
+pytestmark = pytest.mark.slow
+
 SERVER = Path(__file__).with_name("engine_server.py")
 LORA = LoraSettings(rank=4, alpha=8.0, targets=("all",), seed=1)
 SAMPLING = Sampling(5)
@@ -152,6 +154,7 @@ def test_an_adapter_is_a_small_part_of_the_model(
     assert 4 * parameters < ours.bytes_sent < 4 * parameters + 10_000  # besides it, names and a config
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "code", "cause"),
     [
@@ -210,6 +213,7 @@ def test_an_adapter_that_is_loaded_too_slowly_is_a_finding(
     assert stopped.value.finding.code == "SF801"
 
 
+@pytest.mark.long
 def test_an_engine_that_is_over_begins_no_further_request(
     serve: Callable[..., Server], engine: Callable[..., VllmEngine]
 ) -> None:
@@ -360,6 +364,7 @@ def test_a_server_that_does_not_sleep_is_a_finding(
     assert stopped.value.finding.code == "SF801"
 
 
+@pytest.mark.long
 def test_full_fine_tuning_lets_the_server_read_the_whole_model(
     serve: Callable[..., Server], engine: Callable[..., VllmEngine], tmp_path: Path
 ) -> None:
@@ -422,6 +427,7 @@ def test_an_adapter_that_is_not_what_was_trained_is_a_finding(
     assert stopped.value.finding.code == "SF805"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("logprob", [-1.05, float("nan")])
 def test_a_server_with_other_probabilities_is_a_finding(
     serve: Callable[..., Server], engine: Callable[..., VllmEngine], logprob: float
@@ -479,6 +485,7 @@ def test_a_server_must_show_that_it_applies_adapters(
     assert [path.name for path in (tmp_path / "adapters").iterdir()] == ["policy-00000001"]
 
 
+@pytest.mark.long
 def test_a_server_that_tells_logprobs_of_what_is_left_is_a_finding(
     serve: Callable[..., Server], engine: Callable[..., VllmEngine]
 ) -> None:

@@ -14,6 +14,8 @@ from tests.models.architectures import tiny_model
 from tests.support.data import write_jsonl
 from tests.support.processes import surefoot
 
+pytestmark = pytest.mark.long
+
 ANSWERS = """
 task: answers
 dataset_path: json
@@ -47,7 +49,6 @@ def tasks(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_scores_are_printed_and_kept_in_the_summary_and_the_report(finished_run: Path, tasks: Path) -> None:
     command = ("evaluate", str(finished_run), "--tasks", "colours", "--tasks-folder", str(tasks))
     done = surefoot(*command, "--json", timeout_s=300)

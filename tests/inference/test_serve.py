@@ -62,7 +62,7 @@ def serving(*arguments: str, port: int, env: Mapping[str, str] | None = None) ->
             kill_tree(server)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_is_served_with_its_adapter_under_its_name(finished_run: Path) -> None:
     port = free_port()
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Count"}]
@@ -93,7 +93,10 @@ def fake_vllm(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["run", "adapter", "model"])
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "kind", ["run", *(pytest.param(kind, marks=pytest.mark.matrix) for kind in ("adapter", "model"))]
+)
 def test_vllm_is_given_the_base_and_the_adapter(
     kind: str, finished_run: Path, model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:

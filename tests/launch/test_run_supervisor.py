@@ -75,6 +75,7 @@ def is_there(process: psutil.Process) -> bool:
         return False
 
 
+@pytest.mark.long
 def test_a_deadline_of_a_phase_holds_where_a_rank_works(settings: dict[str, Any]) -> None:
     """Without it nothing is late before ten seconds."""
     settings = {**settings, "on_stall": "stop", "stall_timeout_s": 1, "phase_timeout_s": {"forward": 3.0}}
@@ -167,6 +168,7 @@ def test_a_run_that_is_killed_is_named_by_its_supervisor(settings: dict[str, Any
     assert [finding["code"] for finding in summary["findings"]] == ["SF101"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["SIGKILL", pytest.param("raise", marks=pytest.mark.matrix)])
 def test_a_run_of_one_rank_that_died_restarts_from_its_checkpoint(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: str
@@ -199,6 +201,7 @@ def test_how_often_a_run_restarts_after_an_end(
     assert attempt.max_restarts(status) == restarts
 
 
+@pytest.mark.long
 def test_each_death_of_a_run_of_one_rank_counts(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault strikes in each start, before the first checkpoint."""
     monkeypatch.setenv("PYTHONPATH", str(FAULTS), prepend=os.pathsep)
@@ -212,6 +215,7 @@ def test_each_death_of_a_run_of_one_rank_counts(settings: dict[str, Any], monkey
     assert [("1 of 1" in finding["cause"]) for finding in summary["findings"]] == [True, False]
 
 
+@pytest.mark.long
 def test_a_supervisor_that_is_killed_takes_the_run_along(settings: dict[str, Any]) -> None:
     settings = {**settings, "max_steps": 100_000}
     process = start(settings)
@@ -223,6 +227,7 @@ def test_a_supervisor_that_is_killed_takes_the_run_along(settings: dict[str, Any
     assert summary_of(settings)["status"] == "interrupted"
 
 
+@pytest.mark.long
 def test_a_run_that_is_killed_with_all_who_watch_it_is_explained_from_its_folder(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

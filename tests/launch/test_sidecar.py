@@ -67,6 +67,7 @@ def first_finding(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_a_run_from_python_that_is_killed_is_named(settings: dict[str, Any], tmp_path: Path, start: Start) -> None:
     code = f"import surefoot; surefoot.train({str(tmp_path / 'run.json')!r})"
     process = start(sys.executable, "-c", code, fault="killed:0:7")
@@ -86,6 +87,7 @@ def test_a_run_under_torchrun_that_stands_still_is_named(
     assert "fault_injection.py:" in found["cause"]
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_under_torchrun_is_named(settings: dict[str, Any], tmp_path: Path, start: Start) -> None:
     """Not the one that only lost it, in whose process the run ends with an error."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -126,6 +128,7 @@ def test_a_run_of_trl_that_stands_still_is_named(settings: dict[str, Any], tmp_p
     process.kill()
 
 
+@pytest.mark.long
 def test_a_run_of_trl_without_a_fault_has_no_finding(settings: dict[str, Any], tmp_path: Path, start: Start) -> None:
     folder = tmp_path / "trl"
     process = start(sys.executable, str(EXAMPLE), settings["model"], settings["dataset"], str(folder))

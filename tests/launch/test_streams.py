@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+pytestmark = pytest.mark.slow
+
 REDIRECTIONS = (">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-", ">/dev/full", "2>/dev/full", "| head -c1 >/dev/null")
 
 
@@ -27,6 +29,7 @@ def status_of(command: str, redirection: str, cwd: Path) -> int:
     return int(told.read_text())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("redirection", REDIRECTIONS)
 @pytest.mark.parametrize(
     ("command", "status"),
@@ -77,12 +80,14 @@ def test_runs_end_as_ever_and_keep_what_they_made(tmp_path: Path, settings: dict
         assert status_of(command, ">/dev/full", tmp_path) == 1, command
 
 
+@pytest.mark.long
 def test_two_ranks_end_as_ever_where_nobody_reads(tmp_path: Path, settings: dict[str, Any]) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({**settings, "nproc_per_node": 2, "max_steps": 2}))
     assert status_of("train run.yaml", "<&- >&- 2>&-", tmp_path) == 0
     assert (Path(settings["output_dir"]) / "adapter" / "adapter_model.safetensors").stat().st_size > 0
 
 
+@pytest.mark.long
 def test_a_reader_that_is_slow_to_read_a_pipe_that_must_not_block_changes_no_status() -> None:
     program = """
 import os, subprocess, sys, time

@@ -15,7 +15,7 @@ import yaml
 from tests.support.data import counting_rows, write_jsonl
 from tests.support.runs import assert_same_run, numbers
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="session")
@@ -94,8 +94,8 @@ def test_its_settings_are_listed_and_checked(settings: dict[str, Any], packages:
     ("method", "changes", "owner"),
     [
         ("sft", {"margin": 6.0}, "margin"),
-        ("margin", {"num_generations": 4}, "grpo"),
-        ("grpo", {"margin": 6.0}, "margin"),
+        pytest.param("margin", {"num_generations": 4}, "grpo", marks=pytest.mark.matrix),
+        pytest.param("grpo", {"margin": 6.0}, "margin", marks=pytest.mark.matrix),
     ],
 )
 def test_a_setting_of_another_method_is_refused_with_its_name(
@@ -119,10 +119,18 @@ def test_a_method_that_is_not_installed_is_refused(settings: dict[str, Any], tmp
     ("code", "reason"),
     [
         ("import nowhere", "nowhere"),
-        ("MarginConfig = 3", "RunConfig"),
-        ("class MarginConfig(RunConfig): method: str = 'margin'", "implementation"),
-        ("class MarginConfig(RunConfig): implementation: ClassVar[str] = 'x:Y'", "'margin'"),
-        ("class MarginConfig(RunConfig): method: str = 'margin'; implementation: ClassVar[str] = 'x:Y'", "x:Y"),
+        pytest.param("MarginConfig = 3", "RunConfig", marks=pytest.mark.matrix),
+        pytest.param(
+            "class MarginConfig(RunConfig): method: str = 'margin'", "implementation", marks=pytest.mark.matrix
+        ),
+        pytest.param(
+            "class MarginConfig(RunConfig): implementation: ClassVar[str] = 'x:Y'", "'margin'", marks=pytest.mark.matrix
+        ),
+        pytest.param(
+            "class MarginConfig(RunConfig): method: str = 'margin'; implementation: ClassVar[str] = 'x:Y'",
+            "x:Y",
+            marks=pytest.mark.matrix,
+        ),
         (
             "class MarginConfig(RunConfig): method: str = 'margin'; implementation: ClassVar[str] = 'json:loads'",
             "Method",

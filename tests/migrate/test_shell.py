@@ -99,6 +99,7 @@ def test_what_is_set_again_for_sure_is_certain() -> None:
     assert (last.words, last.uncertain) == (["run", "b"], {})
 
 
+@pytest.mark.long
 def test_large_scripts_are_read_in_their_time_and_doubled_variables_are_refused() -> None:
     script = "echo 'a b' \"c $D\" \\\n  # no\n" * 40_000
     began = time.process_time()

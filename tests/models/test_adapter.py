@@ -21,6 +21,8 @@ from surefoot.models.lora import LoraSettings
 from tests.models.architectures import tiny_model
 from tests.support.adapters import logits_of, save, trained_model
 
+pytestmark = pytest.mark.slow
+
 KINDS = ["mixtral", "qwen2_moe", "qwen3_moe", "qwen2", "llama"]
 
 

@@ -73,6 +73,7 @@ def choose_targets(model: PreTrainedModel) -> list[tuple[str, ...]]:
     return [targets for targets in chosen if targets]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [

@@ -38,6 +38,8 @@ from tests.support.model_check import (
 )
 from tests.support.processes import run_program
 
+pytestmark = pytest.mark.slow
+
 REPRESENTATIVE = (
     "llama", "mixtral", "deepseek_v3", "qwen3_5_moe_text", "mamba2", "lfm2", "gpt_oss", "gemma2", "mistral",
     "llama4_text", "qwen2_5_vl", "gpt2",
@@ -97,7 +99,15 @@ def test_states_and_weights_of_two_types_train(
     assert losses[1] < losses[0]
 
 
-@pytest.mark.parametrize("name", ["falcon_h1", "hrm_text", "hy_v4", "kimi_linear", "olmo_hybrid", "qwen3_moe"])
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "name",
+    [
+        "olmo_hybrid",
+        "qwen3_moe",
+        *(pytest.param(name, marks=pytest.mark.matrix) for name in ("falcon_h1", "hrm_text", "hy_v4", "kimi_linear")),
+    ],
+)
 def test_two_ranks_begin_with_the_weights_and_buffers_of_one(name: str, tmp_path: Path) -> None:
     """Weights that the loader joins, splits or permutes, a computed buffer, an initialiser that fails on parts."""
     tiny_model(name).save_pretrained(tmp_path / "model")

@@ -331,7 +331,7 @@ RANK_CASES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
     (tmp_path / "cases.json").write_text(json.dumps(RANK_CASES))
     done = subprocess.run(

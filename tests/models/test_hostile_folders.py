@@ -123,6 +123,7 @@ def test_a_chat_template_that_fails_or_renders_nothing_is_refused(folder: Path, 
     assert cli.main(["chat", str(folder), "--prompt", "x"]) == 2
 
 
+@pytest.mark.long
 def test_a_chat_template_without_an_end_is_ended(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     (folder / "chat_template.jinja").write_text(loop)
@@ -313,6 +314,7 @@ def test_malformed_headers_of_weights_are_refused(folder: Path, content: bytes) 
     assert cli.main(["upcycle", str(folder), str(folder.parent / "moe")]) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model_type", ["llama", "made_up"])
 def test_no_code_of_a_folder_runs(folder: Path, model_type: str, settings: dict[str, Any]) -> None:
     marker = folder.parent / "marker"

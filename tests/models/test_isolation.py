@@ -93,6 +93,7 @@ def test_a_row_may_be_longer_than_the_longest_sample_of_a_model(name: str) -> No
     torch.testing.assert_close(packed, wanted, atol=2e-5 * float(wanted.abs().max()), rtol=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["bloom", "falcon+alibi"])
 def test_alibi_counts_from_the_first_token_of_a_sample(name: str) -> None:
     """In bfloat16 a term of position 3,000 is rounded to a multiple of 16, and would be another than in the sample."""

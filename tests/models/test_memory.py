@@ -10,6 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.quantised import release
 
+pytestmark = pytest.mark.long
+
 MEASURE = r"""
 import json, re, sys
 from pathlib import Path
@@ -37,7 +39,6 @@ print(json.dumps({"upcycle": upcycled, "load": resident("VmHWM") - before, "held
 """
 
 
-@pytest.mark.slow
 def test_upcycling_and_fusing_experts_hold_one_layer_extra_at_most(tmp_path: Path) -> None:
     layers = 8
     config = LlamaConfig(
@@ -90,13 +91,22 @@ print(json.dumps({"peak": resident("VmHWM") - before, "held": sum(sizes), "large
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sizes", "how"),
     [
-        ("fp8", {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 1}, "load"),
+        pytest.param(
+            "fp8",
+            {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 1},
+            "load",
+            marks=pytest.mark.matrix,
+        ),
         ("fp8-experts", {"hidden_size": 1024, "moe_intermediate_size": 4608}, "load"),
-        ("int4", {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 1}, "load"),
+        pytest.param(
+            "int4",
+            {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 1},
+            "load",
+            marks=pytest.mark.matrix,
+        ),
         ("mxfp4", {"hidden_size": 1024, "intermediate_size": 1024}, "read"),
     ],
 )

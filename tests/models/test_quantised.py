@@ -346,14 +346,19 @@ def test_microscaled_numbers_have_exponents_as_scales(released: Callable[[str], 
         assert torch.equal(stored.slices["new.weight"][5:9], wanted[5:9])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "tuning", "zero_stage", "expert_parallel"),
     [
-        ("fp8", "lora", 3, 1), ("fp8-tensor", "full", 3, 1), ("int4", "full", 3, 1), ("int8", "lora", 3, 1),
-        ("fp8-experts", "lora", 3, 2), ("fp8-experts", "full", 3, 1), ("fp8-experts", "full", 2, 2),
+        ("int4", "full", 3, 1),
+        ("fp8-experts", "lora", 3, 2),
+        pytest.param("fp8", "lora", 3, 1, marks=pytest.mark.matrix),
+        pytest.param("fp8-tensor", "full", 3, 1, marks=pytest.mark.matrix),
+        pytest.param("int8", "lora", 3, 1, marks=pytest.mark.matrix),
+        pytest.param("fp8-experts", "full", 3, 1, marks=pytest.mark.matrix),
+        pytest.param("fp8-experts", "full", 2, 2, marks=pytest.mark.matrix),
     ],
-)  # fmt: skip
+)
 def test_two_ranks_begin_with_the_weights_of_one(
     name: str, tuning: str, zero_stage: int, expert_parallel: int, released: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -172,8 +172,9 @@ class FickleRouter:
         return logits, values, index
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # torch.compile warns about itself, and fails where a warning is an error
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("is_observed", [False, True])
 def test_checkpointing_uses_the_first_forwards_routing_again(
     is_observed: bool, compiled: bool, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch

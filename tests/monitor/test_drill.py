@@ -14,7 +14,7 @@ from surefoot.errors import ConfigError
 from tests.support.processes import surefoot
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_drill_strikes_and_says_what_was_named() -> None:
     done = surefoot("drill", "--kinds=left", "--json")
     assert done.returncode == 0, done.stderr
@@ -33,6 +33,7 @@ def test_a_fault_that_is_not_named_ends_the_drill_with_status_3() -> None:
     assert "0 of 1 " in done.stdout
 
 
+@pytest.mark.long
 def test_settings_that_make_no_run_are_no_fault_that_was_missed() -> None:
     done = surefoot("drill", "--kinds=killed", "bogus=1")
     assert done.returncode == 2
@@ -47,6 +48,7 @@ def test_a_fault_that_does_not_exist_is_refused() -> None:
         next(drill(["killed"], overrides=["device=tpu"]))
 
 
+@pytest.mark.long
 def test_a_rank_outside_of_a_drill_imports_no_faults() -> None:
     code = (
         "import sys; import surefoot.launch.rank_process, surefoot.training.trainer; "

@@ -54,7 +54,7 @@ def test_a_run_says_what_it_did_in_order(settings: dict[str, Any]) -> None:
     assert sum(batch["tokens"] for batch in batches) == [line["tokens"] for line in lines if "loss" in line][-1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_was_killed_still_says_where_it_was(settings: dict[str, Any]) -> None:
     folder = Path(settings["output_dir"])
     config = folder.parent / "run.yaml"

@@ -134,6 +134,7 @@ def test_without_a_driver_there_are_no_samples_and_a_reason(tmp_path: Path) -> N
     assert sampler.snapshots() == []
 
 
+@pytest.mark.long
 def test_nvml_is_read_through_its_own_bindings(tmp_path: Path, nvml_driver: dict[str, str]) -> None:
     code = (
         "import sys, time; from pathlib import Path; from surefoot.diagnostics.monitor.gpus import GpuSampler\n"
@@ -152,6 +153,7 @@ def test_nvml_is_read_through_its_own_bindings(tmp_path: Path, nvml_driver: dict
     assert read_snapshots(tmp_path)[0][1] == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("visible", "count", "indices"),
     [(None, 8, [0, 1]), (None, 1, [0]), ("1", 8, [1]), ("", 8, []), ("-1", 8, []), ("GPU-b", 8, [1])],
@@ -259,6 +261,7 @@ def test_a_supervisor_that_looks_no_more_leaves_no_thread(tmp_path: Path) -> Non
     assert not sampler._thread.is_alive()
 
 
+@pytest.mark.long
 def test_the_page_of_a_run_shows_its_cards(settings: dict[str, Any]) -> None:
     run = surefoot.train(settings, screen=False, max_steps=2).run_folder
     lines = [{"time_s": time.time() + n, "gpus": [[0, 1.0, 71.0, 700.0, 1980, 1, None, []]]} for n in range(5)]

@@ -163,6 +163,7 @@ for step in range(1, 100_000):
 """
 
 
+@pytest.mark.long
 def test_a_process_of_a_rank_that_leaks_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detectors, "DETECT_EVERY_S", 0.03)
     monkeypatch.setattr(detectors, "CHILDREN_EVERY_S", 0.03)
@@ -181,6 +182,7 @@ def test_a_process_of_a_rank_that_leaks_is_found(tmp_path: Path, monkeypatch: py
     assert "SF202" not in found  # its own memory does not grow
 
 
+@pytest.mark.long
 def test_a_process_that_gets_no_core_stands_in_line() -> None:
     """Two that want one core; and one that wants none."""
     core = min(os.sched_getaffinity(0))

@@ -236,6 +236,7 @@ def test_an_expert_that_is_used_no_more_is_named_and_one_that_never_was_is_not()
     assert finding.evidence["step"] == 2 * STEPS
 
 
+@pytest.mark.long
 def test_routers_that_collapse_are_found_in_a_real_run_that_trains_them(
     settings: dict[str, Any], tmp_path: Path, tokenizer: Any
 ) -> None:

@@ -81,6 +81,7 @@ def owner_of(kind: str, folder: Path) -> Owner:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "what"),
     [

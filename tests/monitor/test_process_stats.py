@@ -28,6 +28,7 @@ def other_callback(_phase: str, _info: Any) -> None:
     time.perf_counter()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("callbacks", [[], [other_callback]], ids=["ours alone", "beside another"])
 @pytest.mark.parametrize(
     ("number", "handler", "says"),

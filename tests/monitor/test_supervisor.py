@@ -46,6 +46,7 @@ def watch(supervisor: Supervisor) -> list[Finding]:
     return []
 
 
+@pytest.mark.long
 def test_a_run_in_which_no_rank_begins_is_named(tmp_path: Path) -> None:
     supervisor = Supervisor(tmp_path, 2, time.time())
     (finding,) = watch(supervisor)
@@ -54,6 +55,7 @@ def test_a_run_in_which_no_rank_begins_is_named(tmp_path: Path) -> None:
     assert "no rank" in finding.cause
 
 
+@pytest.mark.long
 def test_a_run_that_has_ended_and_does_not_leave_is_named(tmp_path: Path) -> None:
     supervisor = Supervisor(tmp_path, 1, time.time())
     with subprocess.Popen([sys.executable, "-c", STAYS, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
@@ -85,6 +87,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.long
 def test_a_step_of_another_trainer_may_take_what_its_first_one_took(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +127,7 @@ while True:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("phase", "ranks", "after_s"), [pytest.param("evaluate", 2, 8.0, marks=pytest.mark.matrix), ("evaluate", 1, 10.0)]
 )

@@ -26,6 +26,7 @@ def three_lines(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.long
 def test_three_lines_for_a_large_mixture_fit_one_large_card(three_lines: str) -> None:
     told = plan(three_lines, ["device=h100"])
     assert told.forecast.fits
@@ -41,6 +42,7 @@ def test_three_lines_for_a_large_mixture_fit_one_large_card(three_lines: str) ->
     assert with_room.forecast.run.gradient_checkpointing is False, "recomputing would only take time"
 
 
+@pytest.mark.long
 def test_as_many_sequences_at_a_time_as_fit(three_lines: str) -> None:
     told = plan(three_lines, ["device=h200", "per_device_train_batch_size=auto", "global_batch_size=64"])
     run = told.forecast.run
@@ -57,6 +59,7 @@ def test_as_many_sequences_at_a_time_as_fit(three_lines: str) -> None:
     assert few.forecast.run.rows_at_a_time == 2, "a step has no more"
 
 
+@pytest.mark.long
 def test_what_fits_nowhere_gets_what_needs_least_and_is_told(three_lines: str) -> None:
     told = plan(three_lines, ["device=rtx3090", "per_device_train_batch_size=auto", "global_batch_size=8"])
     assert not told.forecast.fits
@@ -115,6 +118,7 @@ def test_a_trace_is_given_up_in_time(model_folder: Any, tmp_path: Path) -> None:
     assert forecast(run.model_copy(update={"gradient_checkpointing": False}), model_folder("qwen2"), card).fits
 
 
+@pytest.mark.long
 def test_a_run_on_a_gpu_is_planned_for_that_gpu(
     model_folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,8 @@ from surefoot.planner.suggest import format_settings, suggest
 from surefoot.planner.text import format_forecast
 from tests.models.architectures import tiny_config, tiny_model
 
+pytestmark = pytest.mark.slow
+
 PLANS = Path(__file__).parents[2] / "examples" / "plans"
 GIB = 1 << 30
 CPU = Device("cpu", 1 << 40, 1e11, 1e9, is_gpu=False)
@@ -67,7 +69,7 @@ def test_what_lies_at_rest_is_what_the_ledger_of_a_run_counts(
     assert owners["optimizer"] == pytest.approx(counted["optimizer"], rel=0.01, abs=4096)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "more",
     [
@@ -92,6 +94,7 @@ def test_what_each_of_two_ranks_holds_is_what_their_ledgers_count(
         assert owners.get(name, 0) == pytest.approx(most, rel=0.02, abs=8192), name
 
 
+@pytest.mark.long
 def test_a_card_that_is_too_small_gets_settings_that_fit(settings: dict[str, Any]) -> None:
     settings = {
         **settings, "tuning": "full", "lora_rank": 8, "max_length": 4096, "per_device_train_batch_size": 8,
@@ -149,6 +152,7 @@ def test_what_cannot_fit_is_not_run(settings: dict[str, Any], monkeypatch: pytes
     assert traced == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "more", "fits"),
     [
@@ -216,6 +220,7 @@ def test_keys_and_values_are_those_of_a_real_cache(
     assert server.phases["sync"].host["weights that are written"] == 4 * server.sizes.whole.all_trained
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["qwen3_5_moe_text", "lfm2", "mamba2"])
 def test_recurrent_layers_keep_no_keys(settings: dict[str, Any], tmp_path: Path, name: str) -> None:
     grpo = {"method": "grpo", "reward_funcs": ["length"], "num_generations": 4, "max_completion_length": 7,
@@ -236,6 +241,7 @@ def test_a_model_whose_code_decides_by_values_is_refused(settings: dict[str, Any
         told(settings, model=str(tmp_path), target_modules="all")
 
 
+@pytest.mark.long
 def test_the_page_of_a_plan_of_grpo(capsys: pytest.CaptureFixture[str]) -> None:
     path = str(PLANS.parent / "qwen2.5-vl-72b-grpo.yaml")
     assert cli.main(["plan", path, "device=a100"]) == 0
@@ -256,6 +262,7 @@ def test_the_page_of_a_plan_of_grpo(capsys: pytest.CaptureFixture[str]) -> None:
     assert "vLLM server has separate devices" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_server_must_hold_the_model_in_its_share() -> None:
     def asked(*args: str, **more: str) -> Any:
         given = [f"{name}={value}" for name, value in more.items()]
@@ -280,6 +287,7 @@ def test_a_server_must_hold_the_model_in_its_share() -> None:
     assert "sleeping server" not in awake.phases["step"].host
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("more", "holds"),
     [
@@ -313,6 +321,7 @@ def test_full_fine_tuning_sends_a_server_the_whole_model(more: tuple[str, ...], 
     assert re.search(rf"^a sync .* output_dir, {re.escape(size)} GiB", said, re.M)
 
 
+@pytest.mark.long
 def test_parameters_are_those_that_the_models_are_known_by() -> None:
     known = {"qwen1.5-moe-lora": 14.3e9, "mixtral-8x7b-full-ep": 46.7e9, "qwen-72b-lora": 72.3e9}
     for name, count in known.items():
@@ -321,6 +330,7 @@ def test_parameters_are_those_that_the_models_are_known_by() -> None:
         assert counted.total - lora == pytest.approx(count, rel=0.002), name
 
 
+@pytest.mark.long
 def test_host_memory_that_is_too_small_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     status = cli.main(["plan", str(PLANS / "mixtral-8x7b-full-ep.yaml"), "device=h200", "host_gib=64", "--json"])
     said = json.loads(capsys.readouterr().out)
@@ -328,6 +338,7 @@ def test_host_memory_that_is_too_small_is_named(capsys: pytest.CaptureFixture[st
     assert "SF716" in [finding["code"] for finding in said["findings"]]
 
 
+@pytest.mark.long
 def test_the_page_of_a_plan_is_that_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
     documented = re.search(r"\$ surefoot plan (\S+) (.*)\n([^`]*)", (PLANS.parents[1] / "docs/before.md").read_text())
     assert documented is not None
@@ -414,6 +425,7 @@ def test_a_deep_model_is_forecast_from_a_few_of_its_layers(
     assert activations[0] == pytest.approx(activations[1], rel=0.02)
 
 
+@pytest.mark.long
 def test_a_few_layers_are_a_period_of_their_kinds(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -480,6 +492,7 @@ def test_of_ranks_that_hold_the_same_one_makes_the_copy_to_save(settings: dict[s
     assert many["copy to save"] == pytest.approx(alone / 4, abs=4)
 
 
+@pytest.mark.long
 def test_rows_of_one_micro_batch_cost_what_they_cost_apart(settings: dict[str, Any]) -> None:
     """Attention is within a sample: as many tokens in fewer, larger micro-batches are no more products."""
     card = replace(DEVICES["a100"], memory_bytes=1 << 40)
@@ -542,6 +555,7 @@ QWEN3_MOE = {
 """As the hub has them; transformers itself writes `num_local_experts`."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
 def test_a_model_is_planned_by_whichever_name_its_config_has_for_experts(
     settings: dict[str, Any], model_folder: Callable[[str], Path], tmp_path: Path, name: str
@@ -574,6 +588,7 @@ def test_code_of_a_model_is_never_run(
     assert not (tmp_path / "was_run").exists()
 
 
+@pytest.mark.long
 def test_values_narrower_than_queries_are_planned(tmp_path: Path) -> None:
     """Multi-head latent attention, as DeepSeek's."""
     from transformers import DeepseekV3Config
@@ -594,6 +609,7 @@ def test_experts_that_are_whole_on_a_rank_are_not_offloaded() -> None:
         plan(str(PLANS / "mixtral-8x7b-full-ep.yaml"), ["device=h100", "offload=cpu"])
 
 
+@pytest.mark.long
 def test_a_rollout_that_does_not_fit_is_cut_into_waves(shallow: str) -> None:
     more = ["device=a100", *LOCAL, "max_prompt_length=16000", "global_batch_size=512", "max_completion_length=256"]
     changes = plan(shallow, more).changes
@@ -612,6 +628,7 @@ def test_experts_that_several_ranks_share_are_gathered() -> None:
     assert gathered(2) - gathered(4) == pytest.approx(experts_bytes / 4, rel=0.01)
 
 
+@pytest.mark.long
 def test_a_frozen_tower_takes_no_more_than_a_trained_one(shallow: str) -> None:
     full = ["method=sft", "reward_funcs=null", "num_generations=null", "max_completion_length=null", *LOCAL,
             "rollout_engine=null", "max_prompt_length=null", "target_modules=null", "lora_rank=null",
@@ -625,6 +642,7 @@ def test_a_frozen_tower_takes_no_more_than_a_trained_one(shallow: str) -> None:
     assert 0 < sum(frozen.get(one, 0) for one in owners) <= sum(trained.get(one, 0) for one in owners)
 
 
+@pytest.mark.long
 def test_what_the_config_refuses_is_not_suggested(shallow: str) -> None:
     stale = plan(
         shallow, ["device=a100", "max_staleness=1", 'vllm_args=["-tp", "8", "--gpu-memory-utilization", "0.7"]']
@@ -633,6 +651,7 @@ def test_what_the_config_refuses_is_not_suggested(shallow: str) -> None:
     assert not any("vllm_sleep" in changed for changed, _ in stale.changes)
 
 
+@pytest.mark.long
 def test_prompts_that_are_read_count(shallow: str) -> None:
     few, many = (
         plan(shallow, ["device=a100", *LOCAL, "max_prompt_length=16000", *more]).forecast.phases["rollout"].device

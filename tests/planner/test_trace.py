@@ -28,6 +28,8 @@ from tests.models.architectures import tiny_model
 from tests.support.batches import LENGTHS, batch
 from tests.support.models import make_model
 
+pytestmark = pytest.mark.slow
+
 Folders = Callable[[str], Path]
 SFT = SftConfig(model="m", dataset=[DatasetItem(path="d")], output_dir="o")
 LORA = LoraSettings(4, 8, targets=("all",))
@@ -59,6 +61,7 @@ def test_the_peak_is_that_of_real_tensors(
     assert told.moments == tuple(pytest.approx(moment, rel=0.02, abs=4096) for moment in measured)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])
 @pytest.mark.parametrize(
     "name", ["gpt_oss", "gemma2", "qwen3_5_moe_text", "lfm2_moe", "mamba2", "deepseek_v32", "bloom"]
@@ -130,6 +133,7 @@ def test_the_peak_of_grpo_is_that_of_real_tensors(loss_type: str, is_kept: bool,
     assert told.peak == pytest.approx(max(moment[0] for moment in seen), rel=0.03)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])
 @pytest.mark.parametrize("share", [pytest.param(1.0, marks=pytest.mark.matrix), 0.125])
 def test_equal_layers_lie_on_a_line(
@@ -153,6 +157,7 @@ def test_equal_layers_lie_on_a_line(
 FAST = [(torch.float32, False, 8), (torch.bfloat16, True, 2000)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dtype", "is_checkpointed", "length"),
     [
@@ -224,7 +229,7 @@ def test_gradients_that_accumulate_are_there_from_the_second_forward_on(model_fo
     assert once.flops == twice.flops
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rows_that_travel_to_experts_are_those_of_two_ranks(tmp_path: Path) -> None:
     """Of two experts both are chosen for each token, so each rank gets as many rows as it sends."""
     make_model("mixtral", num_experts=2, top_k=2).save_pretrained(tmp_path)

@@ -74,6 +74,7 @@ def test_what_was_not_looked_at_is_said(
     assert re.search(r"^doctor: model: .* 0\.5 s$", capsys.readouterr().err, re.M)
 
 
+@pytest.mark.long
 def test_train_does_not_start_what_cannot_work(config: str) -> None:
     broken = {"GLOO_SOCKET_IFNAME": "ib7"}
     refused = surefoot_command("train", config, "nproc_per_node=2", env=broken)
@@ -105,6 +106,7 @@ def test_a_folder_that_is_not_there_is_no_matter_of_the_machine(config: str) -> 
     assert "preflight" not in refused.stderr
 
 
+@pytest.mark.long
 def test_ranks_of_torchrun_are_not_started_either(config: str) -> None:
     """One rank, as which the config alone would be read, needs no network."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -134,6 +136,7 @@ def test_warnings_are_said_and_stop_nothing(
     assert re.fullmatch(r"doctor: SF710 environment variables: NCCL_SOCKET_IFNAMES .*\n", said)
 
 
+@pytest.mark.long
 def test_a_run_knows_its_machine_and_what_changed_since(
     settings: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +163,7 @@ def test_against_what_is_no_run(config: str, path: str, capsys: pytest.CaptureFi
     assert f"--against: {against} " in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_a_model_that_was_fetched_before_is_looked_at(config: str, tmp_path: Path, is_whole: bool) -> None:
     given = json.loads(Path(config).read_text())

@@ -30,6 +30,7 @@ def runs(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     return [root / "low", root / "high"]
 
 
+@pytest.mark.long
 def test_runs_are_drawn_together_with_the_settings_that_differ(runs: list[Path], tmp_path: Path) -> None:
     done = surefoot("report", *map(str, runs), cwd=tmp_path)
     assert done.returncode == 0, done.stderr

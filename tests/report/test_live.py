@@ -77,13 +77,14 @@ def test_nothing_else_is_served_and_no_other_host(port: int, path: str, host: st
         assert response.status == status
 
 
+@pytest.mark.long
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     done = surefoot("watch", "--web", "--port", "0", str(tmp_path / "none"))
     assert done.returncode == 2
     assert "none" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_verb_says_where_the_page_is_and_ends_with_ctrl_c(running: Path) -> None:
     command = [sys.executable, "-m", "surefoot", "watch", "--web", "--port", "0", str(running)]
     # A shell that runs the suite in the background makes its programs ignore Ctrl-C.

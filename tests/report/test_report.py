@@ -48,6 +48,7 @@ def run_folder(model_folder: Callable[[str], Path], tmp_path_factory: pytest.Tem
     return folder
 
 
+@pytest.mark.long
 def test_the_page_is_one_small_file(run_folder: Path) -> None:
     path = write_report(run_folder)
     text = path.read_text()
@@ -194,7 +195,7 @@ def test_samples_of_the_first_step_are_shown_with_what_is_trained(run_folder: Pa
     assert "<mark>" not in write_report(folder).read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(CHROMIUM is None, reason="no browser is installed (apt-get install chromium)")
 def test_a_browser_draws_the_charts_of_grpo(grpo_folder: Path) -> None:
     assert CHROMIUM is not None
@@ -239,6 +240,7 @@ def test_without_the_package_for_charts_the_verb_says_what_to_install(
         write_report(run_folder)
 
 
+@pytest.mark.long
 def test_the_script_of_the_charts_is_bundled_once(
     run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,7 +266,7 @@ def test_a_run_that_took_no_step_has_no_page(tmp_path: Path) -> None:
         write_report(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_page_is_made_at_the_end_and_by_its_verb(run_folder: Path, tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     settings = json.dumps({"output_dir": str(tmp_path / "run"), "max_steps": 2})

@@ -68,6 +68,7 @@ def together(path: Path, fault: str = "") -> tuple[Any, float]:
     return report, time.monotonic() - began_s
 
 
+@pytest.mark.long
 def test_sound_ranks_go_through_all_stages(tmp_path: Path) -> None:
     report, _ = together(tmp_path / "report.json")
     assert (report.stopped_in, report.errors, report.silent) == ("", {}, [])
@@ -76,6 +77,7 @@ def test_sound_ranks_go_through_all_stages(tmp_path: Path) -> None:
     assert report.of("collectives") == {0: {"wrong": {}}, 1: {"wrong": {}}}
 
 
+@pytest.mark.long
 def test_ranks_on_machines_that_differ(tmp_path: Path) -> None:
     report, _ = together(tmp_path / "report.json", "another machine")
     assert [said["host"] for said in report.of("machine").values()] == [socket.gethostname(), "elsewhere"]
@@ -85,6 +87,7 @@ def test_ranks_on_machines_that_differ(tmp_path: Path) -> None:
     assert report.of("reach") == {0: {}, 1: {}}, "each has connected to the other"
 
 
+@pytest.mark.long
 def test_damaged_numbers_are_told_by_those_who_get_them(tmp_path: Path) -> None:
     report, _ = together(tmp_path / "report.json", "damaged")
     assert report.of("exchange")[0]["wrong"] == [1]
@@ -93,6 +96,7 @@ def test_damaged_numbers_are_told_by_those_who_get_them(tmp_path: Path) -> None:
     assert re.findall(r"[\d.]+", wrong["broadcast from rank 1"]) == ["0", "10007", "132.0", "131.0"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
@@ -109,6 +113,7 @@ def test_the_rank_that_keeps_the_others_is_named(tmp_path: Path, fault: str, sai
     assert took_s < 60
 
 
+@pytest.mark.long
 def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -124,6 +129,7 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
     assert (read_report(path).stopped_in, read_report(path).silent) == ("arrive", [2])
 
 
+@pytest.mark.long
 def test_a_store_that_is_not_there_is_said_in_a_line(tmp_path: Path) -> None:
     lone = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
     soon = "from datetime import timedelta; stages.CONNECT_WITHIN = timedelta(seconds=2)"
@@ -145,6 +151,7 @@ def config(settings: dict[str, Any], tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.long
 def test_the_verb_starts_the_ranks_of_a_run(config: str) -> None:
     done = surefoot("doctor", config, "nproc_per_node=2", "--deep")
     assert done.returncode == 0, done.stderr
@@ -224,6 +231,7 @@ def test_data_that_take_long_to_prepare_are_not_waited_for(
     assert " 0.01 s" in check.text
 
 
+@pytest.mark.long
 def test_under_a_launcher_one_report_names_the_rank_that_differs(config: str) -> None:
     command = (
         'if [ "$RANK" = 1 ]; then export NCCL_ALGO=Ring; fi; exec "$0" -m surefoot doctor "$@"'  # one of two machines
@@ -240,6 +248,7 @@ def test_under_a_launcher_one_report_names_the_rank_that_differs(config: str) ->
     assert "matrix product" not in done.stdout, "only --deep takes the devices"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["report", "status", "never said"])
 def test_a_rank_that_is_stopped_is_killed_when_the_test_is_over(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -289,6 +298,7 @@ def test_machines_of_a_run_are_looked_at_together(config: str) -> None:
     assert ["machine of rank 0 shows" in errors for out, errors in said if not out] == [True]
 
 
+@pytest.mark.long
 def test_a_machine_that_does_not_come_is_a_finding(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "JOIN_WITHIN_S", 3)
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -473,6 +473,7 @@ def test_a_run_goes_on_from_format_3(settings: dict[str, Any], tmp_path: Path) -
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+@pytest.mark.long
 def test_a_damaged_checkpoint_that_is_named_is_refused_by_the_command(settings: dict[str, Any], tmp_path: Path) -> None:
     run = surefoot.train(settings, screen=False).run_folder
     newest = checkpoint_folder(run, 4)

@@ -69,6 +69,7 @@ def longer(model_folder: Callable[[str], Path], data_file: Path, run: Path) -> d
     return base_settings(model_folder("qwen2_moe"), data_file, run, max_steps=3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("content", GARBAGE.values(), ids=GARBAGE)
 def test_a_run_goes_on_whatever_its_files_hold(run: Path, longer: dict[str, Any], content: bytes) -> None:
     for name in (*LINES, *OBJECTS):
@@ -155,6 +156,7 @@ def test_a_folder_without_a_sound_checkpoint_is_no_run(run: Path, longer: dict[s
     assert sorted(run.rglob("*")) == before
 
 
+@pytest.mark.long
 def test_the_commands_say_what_they_can(run: Path, longer: dict[str, Any], tmp_path: Path) -> None:
     for name in (*LINES, *OBJECTS):
         (run / name).write_bytes(GARBAGE["bad bytes"])

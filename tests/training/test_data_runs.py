@@ -108,6 +108,7 @@ def prepared_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler, "WINDOW_ROWS", 4096)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("prepared_beside")
 @pytest.mark.parametrize(
     ("name", "length"),
@@ -135,6 +136,7 @@ def test_training_begins_before_all_data_are_prepared_and_sees_the_same(
     assert seen_again.rates == seen_early.rates, "a schedule over epochs does not need the number of steps"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("prepared_beside")
 def test_a_bad_row_ends_the_run_when_preparing_comes_to_it(settings: dict[str, Any], tmp_path: Path) -> None:
     """Long before training does; and what was learned until then is kept."""
@@ -189,6 +191,7 @@ def test_findings_of_the_data_are_in_the_summary(settings: dict[str, Any], data_
     assert [finding.code for finding in result.findings] == ["SF507"]
 
 
+@pytest.mark.long
 def test_data_as_json_is_what_is_trained(
     settings: dict[str, Any], tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -250,6 +253,7 @@ def test_lengths_are_counted_in_whole_tokens(settings: dict[str, Any]) -> None:
     assert sum(count for *_, count in bins) == report.counts.trained
 
 
+@pytest.mark.long
 def test_data_that_cannot_be_trained_are_named_and_end_with_status_2(settings: dict[str, Any], tmp_path: Path) -> None:
     done = command("data", config_file(tmp_path, {**settings, "max_length": 5, "truncation": "right"}))
     assert done.returncode == 2
@@ -284,6 +288,7 @@ def test_bad_files_stop_training_before_it_begins(settings: dict[str, Any], tmp_
     assert not (Path(settings["output_dir"]) / "adapter").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["nul", "cut array"])
 def test_data_shows_what_is_wrong_without_a_traceback(settings: dict[str, Any], tmp_path: Path, kind: str) -> None:
     """A row that is bad is shown; a file that is bad as a whole is refused."""
@@ -313,6 +318,7 @@ def test_a_template_in_an_endless_loop_ends_with_status_2(settings: dict[str, An
     assert re.search(r"train\.jsonl:1: .*chat template .*\b3 s\b", done.stderr)
 
 
+@pytest.mark.long
 def test_an_interrupt_while_data_are_prepared_leaves_no_worker(settings: dict[str, Any], tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "big.jsonl", [{**row, "n": n} for n, row in enumerate(counting_rows(80_000))])
     config = config_file(tmp_path, {**settings, "dataset": str(data), "max_steps": None, "dataset_num_proc": 2})

@@ -30,6 +30,8 @@ from tests.support.grpo import VOWELS, lines, reward_file
 from tests.support.processes import surefoot as command
 from tests.support.runs import SignalAfter, assert_same_run, train_with
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_run_writes_metrics_and_completions(grpo: dict[str, Any], tmp_path: Path) -> None:
     result = surefoot.train(grpo, beta=0.1, screen=False)
@@ -67,6 +69,7 @@ def test_rewards_get_the_columns_of_the_row(grpo: dict[str, Any], tmp_path: Path
     assert lines(tmp_path / "run")[0]["rewards_failed"] == 0
 
 
+@pytest.mark.long
 def test_an_interrupted_run_ends_like_a_whole_one(grpo: dict[str, Any], tmp_path: Path) -> None:
     """Also between the steps on one set of completions."""
     settings = {**grpo, "num_iterations": 3, "beta": 0.1, "max_steps": 7, "save_steps": 2, "save_total_limit": None}
@@ -89,6 +92,7 @@ def test_the_first_of_several_steps_on_completions_is_on_policy(grpo: dict[str, 
     assert all(abs(ratio - 1) > 1e-3 for ratio in ratios[1::2])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kept", ["rollout", "first"])
 def test_routing_is_replayed_in_all_steps_and_after_a_resume(
     grpo: dict[str, Any], model_folder: Callable[[str], Path], tmp_path: Path, kept: str
@@ -132,6 +136,7 @@ def test_a_dense_model_has_no_routing_to_replay(grpo: dict[str, Any]) -> None:
         surefoot.train(grpo, routing_replay="rollout", screen=False)
 
 
+@pytest.mark.long
 def test_a_run_that_is_done_counts_epochs_by_prompts(grpo: dict[str, Any], tmp_path: Path) -> None:
     settings = {name: value for name, value in grpo.items() if name != "max_steps"}
     surefoot.train(settings, num_iterations=2, num_train_epochs=1, screen=False)
@@ -142,6 +147,7 @@ def test_a_run_that_is_done_counts_epochs_by_prompts(grpo: dict[str, Any], tmp_p
     assert len(places) == 12 * 4
 
 
+@pytest.mark.long
 def test_groups_without_spread_are_replaced_by_the_next_prompts(grpo: dict[str, Any], tmp_path: Path) -> None:
     body = (
         "    even = int(columns['answer'][0]) % 2 == 0\n"
@@ -301,6 +307,7 @@ def test_a_step_without_any_reward_stops_the_run(grpo: dict[str, Any], tmp_path:
     assert len(lines(tmp_path / "run", "completions.jsonl")) == 8  # what was generated can be looked at
 
 
+@pytest.mark.long
 def test_a_run_that_goes_on_with_other_rewards_says_so(
     grpo: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -492,6 +499,7 @@ def test_settings_that_make_no_run_are_refused(grpo: dict[str, Any], changes: di
         surefoot.train({**grpo, **changes}, screen=False)
 
 
+@pytest.mark.long
 def test_bad_input_on_the_command_line_ends_with_status_2(grpo: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(
         f"model: {grpo['model']}\nmethod: grpo\ndataset: prompts.jsonl\noutput_dir: out\n"
@@ -503,6 +511,7 @@ def test_bad_input_on_the_command_line_ends_with_status_2(grpo: dict[str, Any], 
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_completions_longer_than_the_context_end_a_run_with_status_2(grpo: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(json.dumps(grpo))
     done = command("train", str(tmp_path / "run.yaml"), "max_completion_length=250")
@@ -531,6 +540,7 @@ def test_a_slow_reward_is_no_stall(grpo: dict[str, Any], tmp_path: Path) -> None
     assert not (tmp_path / "run/findings.jsonl").exists() or not lines(tmp_path / "run", "findings.jsonl")
 
 
+@pytest.mark.long
 def test_a_run_that_comes_to_no_step_says_nothing_of_a_page(grpo: dict[str, Any], tmp_path: Path) -> None:
     settings = {**grpo, "reward_funcs": [reward_file(tmp_path, "    return [None] * len(completions)")], "report": True}
     (tmp_path / "run.yaml").write_text(json.dumps(settings))
@@ -604,6 +614,7 @@ def test_a_server_is_told_that_adapters_have_experts(
     assert "--enable-mixed-moe-lora-format" in (tmp_path / "vllm.options").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("phase", ["rollout", "reward"])
 def test_a_stop_signal_ends_a_rollout(
     grpo: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str

@@ -20,6 +20,8 @@ from tests.support.data import write_jsonl
 from tests.support.grpo import EagerEngine, broken, lines, prompt_rows, reward_file
 from tests.support.runs import SignalAfter, assert_same_run, train_with
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def evaluated(grpo: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
@@ -54,6 +56,7 @@ def test_held_out_prompts_are_answered_and_judged(evaluated: dict[str, Any], tmp
     assert [set(row) for row in read_run_history(tmp_path / "run").evaluations] == [{"step", "eval_reward"}] * 2
 
 
+@pytest.mark.long
 def test_an_evaluation_changes_nothing_and_draws_the_same_each_time(evaluated: dict[str, Any], tmp_path: Path) -> None:
     still = {**evaluated, "learning_rate": 1e-12, "output_dir": str(tmp_path / "still")}
     surefoot.train(still, screen=False)
@@ -66,6 +69,7 @@ def test_an_evaluation_changes_nothing_and_draws_the_same_each_time(evaluated: d
     assert lines(tmp_path / "run", "completions.jsonl") == lines(tmp_path / "without", "completions.jsonl")
 
 
+@pytest.mark.long
 def test_an_interrupted_run_has_the_evaluations_of_a_whole_one(evaluated: dict[str, Any], tmp_path: Path) -> None:
     evaluated |= {"save_steps": 1, "save_total_limit": None, "num_iterations": 2}
     train_with({**evaluated, "output_dir": str(tmp_path / "whole")}, SignalAfter(99, signal.SIGTERM))
@@ -239,6 +243,7 @@ def test_a_function_that_fails_in_evaluations_and_in_training_is_told_of_both(
     assert re.search("4 of 8 .*step 3; .*the loss", findings[1].cause)
 
 
+@pytest.mark.long
 def test_an_evaluation_that_was_made_up_for_stands_there_once(evaluated: dict[str, Any], tmp_path: Path) -> None:
     """Its checkpoint says for good that it is due: where a longer run goes on from that, it is made once more."""
     evaluated = {**evaluated, "eval_steps": None, "save_steps": 2, "lr_scheduler_type": "constant"}

@@ -16,6 +16,8 @@ from surefoot.training.trainer import train
 from tests.support.checkpoints import save_steps
 from tests.support.lost_power import Recorder, Tree, read_tree, write_tree
 
+pytestmark = pytest.mark.long
+
 
 def test_the_newest_checkpoint_is_whole_after_a_cut_at_any_call_of_a_save(tmp_path: Path) -> None:
     disk, copy = tmp_path / "disk", tmp_path / "copy"

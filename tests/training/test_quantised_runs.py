@@ -78,6 +78,7 @@ def test_a_merged_model_has_an_index_of_its_own_if_it_has_several_files(
     assert not any(info.values()), info
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["fp8", "int4"])
 @pytest.mark.parametrize("tuning", ["lora", "full"])
 def test_a_run_resumes_and_is_exported_in_bfloat16(
@@ -118,6 +119,7 @@ def test_a_run_resumes_and_is_exported_in_bfloat16(
         assert json.loads(capsys.readouterr().out)["prompt"] == "Count"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["fp8", "fp8-experts", "int8", "int4"])
 def test_it_is_planned_and_checked_like_the_weights_that_are_read_back(
     name: str, released: Callable[[str], Path], data_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -44,6 +44,8 @@ from tests.support.processes import surefoot as command
 from tests.support.processes import training_process
 from tests.support.runs import SignalAfter, assert_same_run, numbers, train_with
 
+pytestmark = pytest.mark.slow
+
 EXACT = {
     "lora_dropout": 0.1,
     "target_modules": ["attention", "mlp"],
@@ -57,6 +59,7 @@ EXACT = {
 }
 
 
+@pytest.mark.long
 def test_full_fine_tuning_resumes_bit_for_bit(settings: dict[str, Any], tmp_path: Path) -> None:
     del settings["lora_rank"]
     settings = {**settings, "tuning": "full", "learning_rate": 1e-3, "max_steps": 6}
@@ -97,7 +100,7 @@ def wait_for_lines(path: Path, count: int, process: "subprocess.Popen[bytes]") -
         time.sleep(0.002)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_kill_9_at_any_moment_then_resume_bit_for_bit(settings: dict[str, Any], tmp_path: Path) -> None:
     """A save at every step, so that many of the kills fall into one."""
     settings = {**settings, **EXACT, "max_steps": 60, "save_steps": 1, "save_total_limit": 2}
@@ -136,6 +139,7 @@ def test_sigterm_during_a_save_lets_it_finish(settings: dict[str, Any], monkeypa
     verify(result.run_folder / "checkpoints" / "step-00000002")
 
 
+@pytest.mark.long
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(settings: dict[str, Any], tmp_path: Path) -> None:
     settings = {**settings, **EXACT}
     whole = surefoot.train({**settings, "output_dir": str(tmp_path / "whole")}, screen=False)
@@ -525,6 +529,7 @@ def test_half_a_character_is_written_as_json_would_escape_it(tmp_path: Path) -> 
     assert json.loads(path.read_text("utf-8"))["prompt"] == "\ud800 é"
 
 
+@pytest.mark.long
 def test_the_command_line_reports_an_interruption(settings: dict[str, Any], tmp_path: Path) -> None:
     settings = {**settings, "max_steps": 100000, "save_steps": 0}
     process = start(settings, tmp_path)
@@ -547,6 +552,7 @@ def _show(master: int, is_closed: threading.Event) -> None:
     os.close(master)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("nproc_per_node", [1, pytest.param(2, marks=pytest.mark.matrix)])
 def test_a_run_whose_terminal_closes_saves_and_one_under_nohup_goes_on(
     settings: dict[str, Any], tmp_path: Path, nproc_per_node: int

@@ -19,6 +19,8 @@ from surefoot.training.checkpoint import list_checkpoints
 from tests.support.grpo import EagerEngine, broken, lines
 from tests.support.runs import SignalAfter, assert_same_run, train_with
 
+pytestmark = pytest.mark.slow
+
 
 class LateEngine(EagerEngine):
     """One whose completions are never there soon."""
@@ -80,7 +82,15 @@ def test_ends_that_are_no_tokens_of_the_model_are_left_out(ahead: Callable[..., 
     assert 151645 not in ends  # a server would refuse the request
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_iterations": 2, "max_staleness": 2}, {"dynamic_sampling": True}])
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_iterations": 2, "max_staleness": 2},
+        pytest.param({}, marks=pytest.mark.matrix),
+        pytest.param({"dynamic_sampling": True}, marks=pytest.mark.matrix),
+    ],
+)
 def test_completions_that_were_made_ahead_are_kept(
     ahead: Callable[..., Any], tmp_path: Path, changes: dict[str, Any]
 ) -> None:
@@ -106,6 +116,7 @@ class SignalInRollout:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.long
 def test_a_signal_in_a_rollout_loses_nothing_that_was_made(ahead: Callable[..., Any], tmp_path: Path) -> None:
     settings = ahead(save_steps=0)
     train_with({**settings, "output_dir": str(tmp_path / "whole")}, SignalAfter(99, signal.SIGTERM))

@@ -29,6 +29,8 @@ from tests.support.models import MOE, SIZES
 from tests.support.processes import surefoot as surefoot_command
 from tests.support.runs import SignalAfter, train_with
 
+pytestmark = pytest.mark.slow
+
 METRICS = {
     "step", "epoch", "loss", "grad_norm", "learning_rate", "tokens", "trained_tokens", "tokens_per_second",
     "step_time_s", "peak_memory_bytes",
@@ -120,6 +122,7 @@ def test_packed_and_unpacked_losses_are_equal(
     torch.testing.assert_close(torch.tensor(packed), torch.tensor(alone), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("changes", [{}, {"router_aux_loss_coef": 0.1}, {"tuning": "full"}])
 def test_the_size_of_micro_batches_changes_nothing(settings: dict[str, Any], changes: dict[str, Any]) -> None:
     if "tuning" in changes:

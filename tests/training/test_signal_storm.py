@@ -60,6 +60,7 @@ def running_below(pid: int) -> list[str]:
     return [f"{process.pid} {process.status()} {line}" for process, line in command_lines(pid).items()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "numbers",
     [
@@ -68,7 +69,7 @@ def running_below(pid: int) -> list[str]:
         [signal.SIGTERM, signal.SIGINT, signal.SIGHUP],
     ],
 )
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.matrix), 2])
 def test_a_storm_of_signals_within_the_last_save_ends_a_run_as_one_does(
     settings: dict[str, Any], num_ranks: int, numbers: Sequence[int]
 ) -> None:

@@ -117,6 +117,7 @@ def test_the_norm_of_a_gradient_of_28_million_elements_is_exact(dtype: torch.dty
         assert step(weight, [batch(1)])[1] == pytest.approx(exact, rel=1e-9)
 
 
+@pytest.mark.long
 def test_the_norm_is_taken_without_a_copy_of_the_gradient() -> None:
     """In a process of its own, because the largest use of memory so far cannot be reset."""
     probe = (

@@ -31,6 +31,13 @@ from tests.support.models import SIZES
 from tests.support.vision import built, opened, picture_rows
 from tests.support.vision_families import FAMILIES, ROPE, processed_by_transformers, text_of, write_family
 
+pytestmark = pytest.mark.slow
+REPRESENTATIVE = ("gemma4", "internvl", "mistral3", "qwen3_5_moe")
+"""Families whose processors cut images in different ways, which `make test` trains."""
+EACH_FAMILY = [
+    pytest.param(kind, marks=() if kind in REPRESENTATIVE else pytest.mark.long) for kind in sorted(FAMILIES)
+]
+
 ROWS = 5
 
 
@@ -109,7 +116,7 @@ def gradients_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None and bool(p.grad.any())}
 
 
-@pytest.mark.parametrize("kind", sorted(FAMILIES))
+@pytest.mark.parametrize("kind", EACH_FAMILY)
 def test_a_pack_has_the_loss_and_the_gradients_of_its_rows_alone_in_transformers(
     kind: str, rows_of: Callable[[str], Rows]
 ) -> None:
@@ -129,7 +136,7 @@ def test_a_pack_has_the_loss_and_the_gradients_of_its_rows_alone_in_transformers
     assert vision_names(ours) & found.keys()
 
 
-@pytest.mark.parametrize("kind", sorted(FAMILIES))
+@pytest.mark.parametrize("kind", EACH_FAMILY)
 def test_lora_on_text_and_tower_has_the_gradients_of_the_merged_model(
     kind: str, rows_of: Callable[[str], Rows]
 ) -> None:
@@ -156,7 +163,7 @@ def test_lora_on_text_and_tower_has_the_gradients_of_the_merged_model(
     assert_equal_gradients(found, expected)
 
 
-@pytest.mark.parametrize("kind", sorted(FAMILIES))
+@pytest.mark.parametrize("kind", EACH_FAMILY)
 def test_rows_without_images_give_every_part_a_gradient(kind: str, rows_of: Callable[[str], Rows]) -> None:
     """Ranks that share the tower reduce its gradients together, whatever rows they have."""
     rows = rows_of(kind)
@@ -172,7 +179,7 @@ def test_rows_without_images_give_every_part_a_gradient(kind: str, rows_of: Call
     assert not {name.rpartition(".")[0] for name in seen} & beside_text
 
 
-@pytest.mark.parametrize("kind", sorted(FAMILIES))
+@pytest.mark.parametrize("kind", EACH_FAMILY)
 def test_a_frozen_tower_stays_as_it_was(kind: str, rows_of: Callable[[str], Rows]) -> None:
     rows = rows_of(kind)
     run = surefoot.train({**rows.settings, "tuning": "full", "learning_rate": 1e-2}, screen=False)
@@ -187,7 +194,7 @@ def test_a_frozen_tower_stays_as_it_was(kind: str, rows_of: Callable[[str], Rows
     assert not changed & vision_names(model)
 
 
-@pytest.mark.parametrize("kind", sorted(FAMILIES))
+@pytest.mark.parametrize("kind", EACH_FAMILY)
 def test_completions_have_the_logprobs_that_training_sees(kind: str, rows_of: Callable[[str], Rows]) -> None:
     rows = rows_of(kind)
     _, samples, reader = opened({**rows.settings, "method": "grpo", "reward_funcs": ["length"]})
@@ -209,7 +216,7 @@ def test_completions_have_the_logprobs_that_training_sees(kind: str, rows_of: Ca
         torch.testing.assert_close(found.detach(), batch.rollout_logprobs, rtol=0, atol=5e-6)
 
 
-@pytest.mark.parametrize("kind", sorted(FAMILIES))
+@pytest.mark.parametrize("kind", EACH_FAMILY)
 def test_the_likeliest_tokens_are_those_that_transformers_generates(kind: str, rows_of: Callable[[str], Rows]) -> None:
     rows = rows_of(kind)
     tokenizer, model = AutoTokenizer.from_pretrained(rows.base), surefoot.load(rows.base)[0]

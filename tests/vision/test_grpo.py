@@ -29,6 +29,8 @@ from tests.support.data import write_jsonl
 from tests.support.runs import SignalAfter, assert_same_run, train_with
 from tests.support.vision import KINDS, Make, built, draw, make_processor, opened, picture_rows
 
+pytestmark = pytest.mark.slow
+
 
 def asked(settings: dict[str, Any], each: int = 2) -> tuple[list[Request], Any]:
     """Requests for the first rows, as prompts: with one image, two and none."""
@@ -143,6 +145,7 @@ def grpo(vision: Any) -> Callable[..., dict[str, Any]]:
     return settings
 
 
+@pytest.mark.long
 def test_an_interrupted_run_ends_like_a_whole_one(grpo: Any, tmp_path: Path) -> None:
     settings = grpo(num_iterations=3, beta=0.1, save_steps=2, save_total_limit=None) | {"max_steps": 5}
     whole = {**settings, "output_dir": str(tmp_path / "whole")}

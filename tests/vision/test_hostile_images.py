@@ -82,6 +82,7 @@ def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(
         find_image("bomb.png", tmp_path, SETTINGS)
 
 
+@pytest.mark.long
 def test_an_image_of_too_many_pixels_is_named_with_its_row(vision: Any, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "data" / "bad.jsonl", picture_rows(tmp_path / "data"))
     (tmp_path / "data" / "4.png").write_bytes(png_of(100_000, 80_000))

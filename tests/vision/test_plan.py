@@ -27,6 +27,8 @@ from surefoot.planner.trace import ATTEND, ATTENTION, Trace, _LiveTensors, make_
 from surefoot.planner.vision_tower import ImageBatch, add_images, fit_images
 from tests.support.vision import KINDS
 
+pytestmark = pytest.mark.slow
+
 Folders = Callable[[str], Path]
 LENGTH, IMAGES = 80, ImageBatch(count=2, tokens_each=16, patches_each=64)
 TRAINED = 24
@@ -69,6 +71,7 @@ def real(model: Any) -> MicroBatch:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("targets", [("attention",), ("attention", "vision")], ids=["frozen tower", "trained tower"])
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl_moe"])
@@ -156,6 +159,7 @@ def test_a_model_that_reads_text_sees_nothing(model_folder: Folders) -> None:
     assert fit_images(run, model_folder("llama"), 1, 80) is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_forecast_counts_the_tower(kind: str, vision_folder: Folders) -> None:
     def peak(**more: Any) -> Any:

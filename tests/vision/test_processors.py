@@ -162,6 +162,7 @@ def test_an_image_is_scaled_down_to_max_pixels(settings_of: Any, tmp_path: Path)
     assert tokens[1] <= 8 < tokens[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", sorted(set(FAMILIES) - {"mistral3", "smolvlm"}))
 def test_a_plan_has_the_images_of_every_family(kind: str, settings_of: Any) -> None:
     settings = settings_of(kind, target_modules=["attention", "vision"])
@@ -181,6 +182,7 @@ def test_images_for_a_model_that_sees_none_are_refused(tmp_path: Path, settings:
         train(settings, dataset=str(path), screen=False)
 
 
+@pytest.mark.long
 def test_workers_measure_images_as_this_process_does(
     settings_of: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -51,6 +51,8 @@ from tests.support.vision import (
     vision_tokenizer,
 )
 
+pytestmark = pytest.mark.slow
+
 TEXT_MODELS: dict[str, Any] = {
     "qwen2_5_vl": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3_vl": (Qwen3Config, Qwen3ForCausalLM),
@@ -146,6 +148,7 @@ def answer(model: Any, base: Path, picture: Path) -> str:
     return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
 
 
+@pytest.mark.long
 def test_a_model_learns_what_pictures_show(vision: Any, tmp_path: Path) -> None:
     rows = []
     for number in range(24):
@@ -163,6 +166,7 @@ def test_a_model_learns_what_pictures_show(vision: Any, tmp_path: Path) -> None:
     assert found == list(COLOURS) * 8
 
 
+@pytest.mark.long
 def test_an_adapter_says_to_peft_what_it_says_here(vision: Any, vision_folder: Make, tmp_path: Path) -> None:
     for targets, in_tower in ((["attention"], False), (["attention", "vision"], True), (["all", "vision"], True)):
         result = train(vision(target_modules=targets, overwrite_output_dir=True), screen=False)
@@ -185,6 +189,7 @@ def test_an_adapter_says_to_peft_what_it_says_here(vision: Any, vision_folder: M
             torch.testing.assert_close(ours(**inputs).logits, tuned(**inputs).logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_full_fine_tuning_keeps_the_tower_unless_told(
     kind: str, vision: Any, vision_folder: Make, tmp_path: Path
@@ -278,6 +283,7 @@ def test_places_of_images_are_never_trained(vision: Any, tmp_path: Path, vision_
         assert counted == sum(int((sample.weights[1:] > 0).sum()) for sample in samples)
 
 
+@pytest.mark.long
 def test_bad_images_stop_the_run_with_their_row(vision: Any, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "data" / "bad.jsonl", picture_rows(tmp_path / "data"))
     (tmp_path / "data" / "4.png").write_bytes(b"\x89PNG nothing")
@@ -305,6 +311,7 @@ def test_an_image_that_was_changed_is_prepared_anew(vision: Any, tmp_path: Path)
     assert [sample.ids.tolist() for sample in after[2:]] == [sample.ids.tolist() for sample in before[2:]]
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_the_rows_it_saw(vision: Any, pictures: Path, cache: Path, tmp_path: Path) -> None:
     """An image that comes between two starts would change the order of all rows."""
     (pictures.parent / "7.png").unlink()
