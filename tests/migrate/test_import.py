@@ -161,7 +161,7 @@ def test_texts_of_several_lines_stay_in_theirs(tmp_path: Path) -> None:
 def test_rewards_of_trl(tmp_path: Path) -> None:
     command = "trl grpo --model_name_or_path m --dataset_name d --reward_funcs accuracy_reward think_format_reward mine"
     run = import_file(tmp_path / "a.sh", command)
-    assert [one["func"] for one in get_values(run)["reward_funcs"]] == ["math_verify", "regex"]
+    assert [one["func"] for one in get_values(run)["reward_funcs"]] == ["math_verify", "regex", "file.py:mine"]
     assert sorted(map(subject, run.left_out)) == ["max_prompt_length", "nproc_per_node", "reward_funcs = mine"]
 
 
@@ -281,7 +281,7 @@ def test_a_constant_schedule_of_transformers_has_no_warm_up(tmp_path: Path) -> N
         (f"{SWIFT} --max_steps -1 --warmup_ratio 0.1 --warmup_steps 0", {"warmup_ratio": 0.1, "max_steps": None}, None),
         (f"{SWIFT} --save_steps 0.1", {"save_steps": None}, "save_steps = 0.1"),
         (f"{SWIFT} --val_dataset e --split_dataset_ratio 0.01", {"eval_dataset": "e"}, "eval_fraction = 0.01"),
-        (f"{SWIFT} --loss_type dft", {"loss_type": None}, "loss_type = dft"),
+        (f"{SWIFT} --loss_type cross_entropy", {"loss_type": None}, None),
         (f"{SWIFT} --columns '{{\"text1\": \"query\"}}'", {"columns": {"query": "text1"}}, None),
         (f"{SWIFT} --sft_type full", {"tuning": "full", "lora_alpha": None}, None),
         (f"{SWIFT} --load_in_8bit false --resume_from_checkpoint none", {}, None),
@@ -462,8 +462,12 @@ def test_a_constant_schedule_of_transformers_has_no_warm_up(tmp_path: Path) -> N
         ("llamafactory-cli train --stage pt --packing false --model_name_or_path m --dataset d", {"packing": None},
          None),
         ("swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs mine format --reward_weights 1 0.1",
-         {"reward_weights": None, "reward_funcs": [{"func": "regex", "weight": 0.1, "args":
-          {"pattern": r"\A<think>.*?</think>\s*<answer>.*?</answer>\Z"}}]}, "reward_funcs = mine"),
+         {"reward_weights": None, "reward_funcs": [{"func": "file.py:mine", "weight": 1.0}, {"func": "regex",
+          "weight": 0.1, "args": {"pattern": r"\A<think>.*?</think>\s*<answer>.*?</answer>\Z"}}]},
+         "reward_funcs = mine"),
+        ("swift rlhf --rlhf_type grpo --model m --dataset d --external_plugins p.py --reward_funcs accuracy mine",
+         {"reward_funcs": [{"func": "math_verify", "args": {"answer_column": "solution"}},
+          {"func": "p.py:mine"}]}, "reward_funcs = mine"),
         (f"{SWIFT} --sequence_parallel_size 4", {}, "sequence_parallel_size = 4"),
         ("trl sft --model_name_or_path m --dataset_name d --dataset_text_field body",
          {"columns": {"text": "body"}}, None),
@@ -566,6 +570,57 @@ def test_what_keeps_everything_keeps_everything(tmp_path: Path) -> None:
     assert get_values(axolotl)["gradient_checkpointing"] is True
 
 
+@pytest.mark.parametrize(
+    ("method", "text"),
+    [
+        ("dpo", "model_name_or_path: m\ndataset_name: d\nmax_length: 512\nbeta: 0.1\n"),
+        ("dpo", "model_name_or_path: m\ndataset_name: d\nuse_peft: true\nprecompute_ref_log_probs: true\n"),
+        ("kto", "model_name_or_path: m\ndataset_name: d\ndesirable_weight: 1.5\nbeta: 0.1\n"),
+        ("reward", "model_name_or_path: m\ndataset_name: d\ncenter_rewards_coefficient: 0.01\n"),
+        ("rloo", "model_name_or_path: m\ndataset_name: d\nnum_generations: 4\nnormalize_advantages: true\n"),
+        ("reward", "base_model: m\ndatasets: [{path: d}]\nreward_model: true\n"),
+        ("prm", "base_model: m\ndatasets: [{path: d}]\nprocess_reward_model: true\n"),
+        ("diffusion", "base_model: m\ndatasets: [{path: d}]\ndiffusion: {eps: 0.1}\n"),
+        ("dpo", "base_model: m\ndatasets: [{path: d}]\nrl: dpo\nreward_model: false\n"),
+    ],
+)
+def test_a_file_of_another_method_does_not_become_sft(tmp_path: Path, method: str, text: str) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    run = parse_run(str(tmp_path / "run.yaml"))
+    assert run.method == method
+    assert get_values(convert(run))["method"] == method
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto", "reward", "rloo"])
+@pytest.mark.parametrize("start", ["trl {}", "accelerate launch trl/scripts/{}.py", "python -m trl.scripts.{}"])
+def test_commands_of_another_method_of_trl_are_known(start: str, method: str) -> None:
+    run = import_command(f"{start.format(method)} --model_name_or_path m --dataset_name d --output_dir o")
+    assert get_values(run)["method"] == method
+
+
+@pytest.mark.parametrize(
+    ("words", "loss"),
+    [
+        ("trl sft --model_name_or_path m --dataset_name d --loss_type dft", "dft"),
+        (f"{SWIFT} --loss_type dft", "dft"),
+        (f"{SWIFT_GRPO} --loss_type luspo", "luspo"),
+    ],
+)
+def test_a_loss_that_is_not_here_is_refused(words: str, loss: str) -> None:
+    with pytest.raises(ConfigError, match=f"loss_type='{loss}'"):
+        import_command(words)
+
+
+@pytest.mark.parametrize(
+    "names", ["model_class: llm", "peft_config: {name: lora, r: 16}", "dist_config: {name: fsdp2}"]
+)
+def test_the_next_configs_of_llamafactory_are_refused(tmp_path: Path, names: str) -> None:
+    (tmp_path / "v1.yaml").write_text(f"model: m\ntrain_dataset: d.yaml\ntemplate: qwen3\ncutoff_len: 512\n{names}\n")
+    for source in (str(tmp_path / "v1.yaml"), ["llamafactory-cli", "train", str(tmp_path / "v1.yaml")]):
+        with pytest.raises(ConfigError, match="LLaMA-Factory v1"):
+            parse_run(source)
+
+
 def test_a_file_of_grpo_needs_no_command(tmp_path: Path) -> None:
     text = "model_name_or_path: m\ndataset_name: d\nuse_peft: true\nreward_funcs: [accuracy_reward]\n"
     assert get_values(import_file(tmp_path / "a.yaml", text))["method"] == "grpo"
@@ -659,7 +714,7 @@ def test_ratios_of_sequences_are_gspo_where_the_loss_is_that_of_grpo(program: st
 
 def test_weights_of_rewards_are_carried_or_listed() -> None:
     start = "swift rlhf --rlhf_type grpo --model m --dataset a/b --reward_funcs accuracy format cosine --reward_weights"
-    assert [one["weight"] for one in get_values(import_command(f"{start} 1 2 3"))["reward_funcs"]] == [1.0, 2.0]
+    assert [one["weight"] for one in get_values(import_command(f"{start} 1 2 3"))["reward_funcs"]] == [1.0, 2.0, 3.0]
     assert any("reward_weights" in one for one in import_command(f"{start} 1 2").left_out)
     with pytest.raises(ConfigError, match="reward_weights"):
         import_command(f"{start} 1 x 2")

@@ -41,12 +41,13 @@ IGNORED_LAUNCHER_OPTIONS = frozenset(
     "max_restarts tee log_dir".split()
 )
 """Launcher options without a setting: Surefoot takes them when the run is started, or always acts like this."""
+TRL_METHODS = ("sft", "grpo", "dpo", "kto", "reward", "rloo")
+"""Subcommands of `trl`; its scripts have the same names."""
 MODULES = {
     "swift.cli.sft": ("ms-swift", "sft"),
     "swift.cli.rlhf": ("ms-swift", "rlhf"),
     "swift.cli.pt": ("ms-swift", "pt"),
-    "trl.scripts.sft": ("TRL", "sft"),
-    "trl.scripts.grpo": ("TRL", "grpo"),
+    **{f"trl.scripts.{method}": ("TRL", method) for method in TRL_METHODS},
     "axolotl.cli.train": ("axolotl", "sft"),
     "llamafactory.launcher": ("LLaMA-Factory", "sft"),
 }
@@ -55,8 +56,7 @@ SUBCOMMANDS = {
     ("swift", "sft"): ("ms-swift", "sft"),
     ("swift", "rlhf"): ("ms-swift", "rlhf"),
     ("swift", "pt"): ("ms-swift", "pt"),
-    ("trl", "sft"): ("TRL", "sft"),
-    ("trl", "grpo"): ("TRL", "grpo"),
+    **{("trl", method): ("TRL", method) for method in TRL_METHODS},
     ("axolotl", "train"): ("axolotl", "sft"),
     ("llamafactory-cli", "train"): ("LLaMA-Factory", "sft"),
 }
@@ -102,7 +102,7 @@ def find_command(words: Sequence[str]) -> PeerCommand | None:
         script: tuple[str, str] | None = MODULES.get(word)
         if name in ("sft.py", "rlhf.py", "pt.py") and "swift" in folders:
             script = ("ms-swift", name.removesuffix(".py"))
-        elif name in ("sft.py", "grpo.py"):
+        elif name.endswith(".py") and name.removesuffix(".py") in TRL_METHODS:
             script = ("TRL", name.removesuffix(".py"))
         elif name in LLAMAFACTORY_SCRIPTS and "src" in folders and _is_llamafactory_command(words):
             script = ("LLaMA-Factory", "sft")

@@ -6,7 +6,7 @@ from typing import Any
 
 from surefoot.config.aliases import NOT_HERE
 from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
-from surefoot.config.methods import known_fields
+from surefoot.config.methods import known_fields, method_names
 from surefoot.errors import ConfigError
 from surefoot.migrate.drop_invalid import drop_invalid_settings
 from surefoot.migrate.field_map import (
@@ -89,7 +89,8 @@ def convert(run: ParsedRun) -> ImportedRun:
     is_fp16 = any(": fp16.enabled" in name for name in imported.left_out)
     imported.findings = list(lint(run, is_zero3=zero_stage == 3, is_fp16=is_fp16))
     try:
-        drop_invalid_settings(imported)
+        if run.method in method_names():  # what is valid for another method is not known
+            drop_invalid_settings(imported)
     except ConfigError as error:  # a run that is refused needs its findings most
         raise ConfigError("\n\n".join([str(error), *(finding.as_text() for finding in imported.findings)])) from error
     _note_missing_settings(imported)
@@ -129,9 +130,9 @@ def _carry_setting(imported: ImportedRun, name: str, value: Any) -> None:
     origin = f"{name} of {run.get_location(name)}"
     if name == "reward_funcs":
         names = [str(reward) for reward in as_list(value)]
-        rewards, unmapped = map_rewards(run.program, names, as_list(run.settings.get("reward_weights") or []))
+        file = str(as_list(run.settings.get("external_plugins") or "file.py")[0])
+        rewards, unmapped = map_rewards(run.program, names, as_list(run.settings.get("reward_weights") or []), file)
         imported.settings |= {name: (rewards, origin)} if rewards else {}
-        file = as_list(run.settings.get("external_plugins") or "file.py")[0]
         left_out |= {f"{name} = {reward}": f"your own function: name it as {file}:FUNCTION" for reward in unmapped}
         return
     left_out |= _list_left_out_parts(run, name, value, peer_setting)

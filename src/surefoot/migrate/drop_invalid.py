@@ -13,7 +13,8 @@ from surefoot.migrate.parsed_run import ParsedRun
 from surefoot.migrate.sharding import locate_deepspeed_config
 
 REQUIRED = frozenset(
-    "model dataset method output_dir tuning rollout_engine reward_funcs nproc_per_node nnodes rdzv_endpoint".split()
+    "model dataset method loss_type output_dir tuning rollout_engine reward_funcs nproc_per_node nnodes "
+    "rdzv_endpoint".split()
 )
 """Surefoot settings that are never dropped: without them it would be another run, so the import fails instead."""
 
@@ -24,10 +25,9 @@ def drop_invalid_settings(imported: ImportedRun) -> None:
     Raises: ConfigError if no removal makes the run valid.
     """
     run, settings = imported.source, imported.settings
-    ignored = () if run.method == "grpo" else ("method",)
 
     def find_error(without: str = "") -> ConfigError | None:
-        values = {name: value for name, (value, _) in settings.items() if name not in (*ignored, without)}
+        values = {name: value for name, (value, _) in settings.items() if name != without}
         try:
             _check_settings(run, {name: value for name, value in values.items() if value is not None})
         except ConfigError as error:

@@ -11,7 +11,14 @@ from surefoot.config.aliases import ALIASES, FLAG_ALIASES
 from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
 from surefoot.config.methods import known_fields
 from surefoot.migrate.parsed_run import ParsedRun, resolve_path
-from surefoot.migrate.peer_tables import DEFAULTS, GRPO_DEFAULTS, LENGTH_REWARDS, REWARDS, UNSUPPORTED
+from surefoot.migrate.peer_tables import (
+    CROSS_ENTROPY,
+    DEFAULTS,
+    GRPO_DEFAULTS,
+    LENGTH_REWARDS,
+    REWARDS,
+    UNSUPPORTED,
+)
 from surefoot.migrate.sharding import FSDP_SETTINGS, map_fsdp_settings
 from surefoot.migrate.sources import check_entries, map_axolotl_source, parse_swift_source
 
@@ -244,7 +251,12 @@ def _map_stable_decay(run: ParsedRun, kwargs: Mapping[str, Any]) -> dict[str, An
 
 
 def _map_rollouts(run: ParsedRun, name: str, value: Any) -> MappedSettings:
-    """Map settings of GRPO: loss, rewards and rollout engine."""
+    """Map settings of GRPO: loss, rewards and rollout engine.
+
+    Raises: ConfigError for another loss: the run would learn something else.
+    """
+    if name == "loss_type" and run.method == "sft" and value not in CROSS_ENTROPY:
+        raise run.make_value_error(name, value, "cross-entropy (nll), the only loss of sft here")
     if name == "loss_type" and run.method != "grpo":
         return None
     if name == "loss_type" and value == "grpo" and _is_gspo(run):
@@ -314,13 +326,15 @@ def _read_fsdp_config(run: ParsedRun, value: Any) -> Any:
     return _parse_mapping(run, "fsdp_config", value.strip()) or {}
 
 
-def map_rewards(program: str, names: list[str], weights: list[Any]) -> tuple[list[Any], list[str]]:
-    """Return the rewards that Surefoot has, as items of reward_funcs, and the names of those that it does not have.
+def map_rewards(program: str, names: list[str], weights: list[Any], file: str) -> tuple[list[Any], list[str]]:
+    """Return items of reward_funcs, and the names of the rewards that Surefoot does not have.
 
-    `weights`: one per name. Each item carries its own weight if any reward is left out.
+    Beside others, such a reward is the function of its name in `file`, which the run asks for: it never trains on the
+    others alone. `weights`: one per name. Each item carries its own weight if any reward is not known.
     """
-    rewards = REWARDS.get(program, {})
-    unmapped = [name for name in names if name not in rewards and name not in LENGTH_REWARDS]
+    unmapped = [name for name in names if name not in REWARDS.get(program, {}) and name not in LENGTH_REWARDS]
+    own = {name: {"func": f"{file}:{name.rpartition('.')[2]}"} for name in unmapped if len(unmapped) < len(names)}
+    rewards = REWARDS.get(program, {}) | own
     are_numbers = all(isinstance(parse_number(weight), int | float) for weight in weights)
     if len(weights) != len(names) or not are_numbers or not _has_unmapped_reward(program, names):
         return [rewards[name] for name in names if name in rewards], unmapped

@@ -34,6 +34,19 @@ DEEPSPEED_JSON_KEYS = frozenset(
     "wall_clock_breakdown wandb zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization".split()
 )
 """Top-level keys of a DeepSpeed JSON. Source: https://www.deepspeed.ai/docs/config-json/"""
+SIGNS_OF_METHOD: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "TRL": {
+        "rloo": ("normalize_advantages", "reward_clip_range"),
+        "grpo": ("reward_funcs", "num_generations"),
+        "kto": ("desirable_weight", "undesirable_weight"),
+        "reward": ("center_rewards_coefficient",),
+        "dpo": ("beta", "label_smoothing", "rpo_alpha", "ld_alpha", "precompute_ref_log_probs", "f_divergence_type"),
+    },
+    "axolotl": {"reward": ("reward_model",), "prm": ("process_reward_model",), "diffusion": ("diffusion",)},
+}
+"""Program -> method -> settings that only this method (or a later one here) has, for files that do not name theirs."""
+NEXT_LLAMAFACTORY = frozenset("dist_config init_config kernel_config model_class peft_config quant_config".split())
+"""Settings of LLaMA-Factory's v1, which has other names and defaults than its configs so far."""
 ACCEPTED_INPUTS = (
     "an ms-swift, LLaMA-Factory, TRL or axolotl command line or YAML, a Python script of TRL, or a DeepSpeed JSON"
 )
@@ -71,6 +84,12 @@ def _read_mapping(path: Path, text: str, program: str | None) -> ParsedRun:
     settings = parse_json(text, str(path)) if path.suffix == ".json" else parse_yaml(text, str(path))
     if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
         raise ConfigError(f"{path}: contains no settings by name. Give {ACCEPTED_INPUTS}.")
+    if settings.keys() & NEXT_LLAMAFACTORY and program in (None, "LLaMA-Factory"):
+        names = ", ".join(sorted(settings.keys() & NEXT_LLAMAFACTORY))
+        raise ConfigError(
+            f"{path}: is a config of LLaMA-Factory v1 ({names}), which is not read: its settings have other names, "
+            "places and defaults. Give the same run as a config with model_name_or_path and stage, or write a run.yaml."
+        )
     program = program or _detect_program(settings)
     if program is None and settings and settings.keys() <= known_fields().keys():
         raise ConfigError(f"{path}: is a run.yaml of Surefoot already. Run `surefoot train {path}`.")
@@ -196,6 +215,5 @@ def _detect_method(program: str, settings: Mapping[str, Any], subcommand: str = 
     )
     if not method and subcommand == "rlhf":
         return "dpo"  # ms-swift's default
-    if not method and program == "TRL" and settings.keys() & {"reward_funcs", "num_generations"}:
-        return "grpo"
-    return str(method or "sft")
+    signs = SIGNS_OF_METHOD.get(program, {}) if not method else {}
+    return str(method or next((name for name, keys in signs.items() if any(settings.get(key) for key in keys)), "sft"))

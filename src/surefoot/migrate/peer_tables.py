@@ -110,6 +110,8 @@ def _index_by_name(reasons: dict[str, str]) -> dict[str, str]:
     return {name: why for why, names in reasons.items() for name in names.split()}
 
 
+CROSS_ENTROPY = frozenset(("nll", "chunked_nll", "causal_lm", "cross_entropy", None))
+"""Names of the loss of SFT."""
 IGNORED_IF: dict[str, tuple[frozenset[Any], str]] = {
     **dict.fromkeys(
         ("optim", "optimizer"),
@@ -119,10 +121,7 @@ IGNORED_IF: dict[str, tuple[frozenset[Any], str]] = {
         ("save_strategy", "evaluation_strategy", "eval_strategy", "logging_strategy"),
         (frozenset(("steps",)), "intervals are numbers of steps: set save_steps, eval_steps or logging_steps"),
     ),
-    "loss_type": (
-        frozenset(("nll", "causal_lm", "cross_entropy", None)),
-        "the loss is cross-entropy over the trained tokens",
-    ),
+    "loss_type": (CROSS_ENTROPY, "the loss is cross-entropy over the trained tokens"),
     "save_only_model": (frozenset((False, None)), "checkpoints include the optimizer state, which resuming needs"),
     "push_to_hub": (frozenset((False, None)), "push_to_hub: user/name uploads what a run wrote"),
 }

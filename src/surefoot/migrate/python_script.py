@@ -14,7 +14,7 @@ from surefoot.migrate.script_rows import Origin, Source, Variables, name_of
 
 TRAINERS = {
     "SFTTrainer": "sft", "GRPOTrainer": "grpo", "DPOTrainer": "dpo", "KTOTrainer": "kto", "ORPOTrainer": "orpo",
-    "RewardTrainer": "rm", "CPOTrainer": "cpo", "RLOOTrainer": "rloo",
+    "RewardTrainer": "reward", "CPOTrainer": "cpo", "RLOOTrainer": "rloo",
 }  # fmt: skip
 """Trainer of TRL -> its method."""
 CONFIGS = ("SFTConfig", "GRPOConfig", "DPOConfig", "KTOConfig", "ORPOConfig", "RewardConfig", "CPOConfig", "RLOOConfig")
