@@ -26,6 +26,7 @@ def words_of(script: str) -> list[list[str]]:
         'MANY="--a 1\n  --b 2"\nrun $MANY "$MANY"',
         "A=(\n --a m # it's (one\n --b 'd # no'\n)\nrun ${A[@]} \"${A[@]}\"",
         'N=2\nrun --steps $(expr 16 / $N) $((16 / $N)) $(expr 3 \\* 5)x "$((7 - 2))"',
+        "N=4\nrun $(expr 32 / $N / 2) $((2 + 3 * 4 - 7 / 2)) $(expr 2 - 9) $(( 64 / $N ))",
         "cat <<'END' > file.txt\nrun --not 'this\nEND\nrun --this",
         'run --a <<< "it\'s" --b',
         "f() { run --inside; }\nf",

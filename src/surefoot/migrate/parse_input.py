@@ -176,7 +176,7 @@ def _read_command(
     arguments = [restore_dollars(word) for word in words[command.options_begin :]]
     notes = dict.fromkeys(unknown_words, "the script does not set this variable, so its options are unknown")
     unset |= {name for name, value in options.items() if UNSET in str(value)}
-    options = {name: restore_values(value) for name, value in options.items()}
+    options = _read_negations({name: restore_values(value) for name, value in options.items()})
     config = arguments[0] if arguments and not arguments[0].startswith("--") else options.get("config", "")
     if isinstance(config, str) and Path(config).suffix in (".yaml", ".yml", ".json"):  # options override the file
         options = {name: value for name, value in options.items() if name not in ("", "config")}
@@ -204,6 +204,12 @@ def _read_command(
             apply_accelerate_config(run, config_file)
         divide_processes(run.settings)
     return run
+
+
+def _read_negations(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options with `x = False` for `--no_x`, which the argument parser of transformers adds."""
+    negated = {name: name.removeprefix("no_") for name, value in options.items() if name[:3] == "no_" and value is True}
+    return {negated.get(name, name): value if name not in negated else False for name, value in options.items()}
 
 
 def _detect_method(program: str, settings: Mapping[str, Any], subcommand: str = "sft") -> str:

@@ -31,7 +31,8 @@ VARIABLE = re.compile(r"\$(?:\{(?P<name>\w+)(?::?[-=](?P<otherwise>[^}]{0,1000})
 """`$NAME`, `${NAME}` or `${NAME:-default}`."""
 ARRAY_EXPANSION = re.compile(r"\"?\$\{(\w+)\[[@*]\]\}\"?")
 """`${NAME[@]}`: all words of an array."""
-ARITHMETIC = re.compile(r"\$\((?:expr\s+|\()\s*(\d{1,18})\s*\\?([-+*/])\s*(\d{1,18})\s*\)?\)")
+ARITHMETIC = re.compile(r"\$\((?:expr\s+|\()\s*(\d{1,18}(?:\s*\\?[-+*/]\s*\d{1,18}){1,8})\s*\)?\)")
+"""A calculation with up to nine whole numbers."""
 CALCULATION = re.compile(rf"\${chr(PRIVATE_USE + ord('('))}[\w{chr(PRIVATE_USE)}-{chr(PRIVATE_USE + 0x7F)}+*/-]*")
 """A hidden command substitution whose variables have been filled in."""
 BLOCK_OPENERS = frozenset({"if", "for", "while", "until", "case", "select"})
@@ -283,11 +284,20 @@ def _evaluate_arithmetic(substitution: "re.Match[str]") -> str:
     """Return the result of `$(expr ...)` or `$((...))`; leave other substitutions, since nothing is run."""
     text = _unhide_text(substitution[0])
     match = ARITHMETIC.match(text)
-    if match is None or (match[2] == "/" and not int(match[3])):
+    if match is None:
         return substitution[0]
-    left, operator, right = int(match[1]), match[2], int(match[3])
-    results = {"+": left + right, "-": left - right, "*": left * right, "/": left // (right or 1)}
-    return f"{results[operator]}{_hide_text(text[match.end() :])}"
+    terms: list[tuple[int, int]] = []
+    for operator, digits in re.findall(r"([-+*/]?)\s*(\d+)", match[1]):
+        number = int(digits)
+        if operator == "/" and not number:
+            return substitution[0]
+        if operator in ("*", "/"):
+            sign, value = terms.pop()
+            terms.append((sign, value * number if operator == "*" else value // number))
+        else:
+            terms.append((-1 if operator == "-" else 1, number))
+    total = sum(sign * value for sign, value in terms)
+    return f"{total}{_hide_text(text[match.end() :])}"
 
 
 def _split_words(text: str) -> list[str]:
