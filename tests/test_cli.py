@@ -216,7 +216,9 @@ def test_an_artifact_that_is_damaged_is_not_exported(tmp_path: Path, settings: d
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("verb", ["export", "watch", "train"])
+@pytest.mark.parametrize(
+    "verb", ["train", *(pytest.param(verb, marks=pytest.mark.matrix) for verb in ("export", "watch"))]
+)
 def test_a_pipe_in_the_place_of_a_file_of_the_run_is_not_waited_for(
     tmp_path: Path, settings: dict[str, Any], verb: str
 ) -> None:

@@ -32,7 +32,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.long
+@pytest.mark.models
 def test_kernels_of_the_stand_in_agree_with_plain_maths() -> None:
     done = run(str(CALL / "numerics.py"), "--device", "cpu")
     rows = [json.loads(line) for line in done.stdout.splitlines()]

@@ -198,7 +198,7 @@ def test_checkpoints(world: World) -> None:
     try_examples(world, damages(world.sentinel), 40, check)
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_model_folders(world: World) -> None:
     def check(folder: Path, applied: list[Damage]) -> None:
         model = copy_damaged(world.model, folder / "model", applied)
@@ -210,7 +210,7 @@ def test_model_folders(world: World) -> None:
     try_examples(world, damages(world.model), 30, check)
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_adapters(world: World) -> None:
     source = world.sentinel / "adapter"
 

@@ -63,12 +63,14 @@ def test_scores_are_printed_and_kept_in_the_summary_and_the_report(finished_run:
     assert "colours" in (finished_run / "report.html").read_text()
 
 
+@pytest.mark.matrix
 def test_an_unknown_task_is_refused_with_the_nearest(finished_run: Path, tasks: Path) -> None:
     done = surefoot("evaluate", str(finished_run), "--tasks", "colour", "--tasks-folder", str(tasks), timeout_s=300)
     assert done.returncode == 2
     assert "did you mean colours?" in done.stderr
 
 
+@pytest.mark.matrix
 def test_data_that_cannot_be_fetched_are_named(finished_run: Path) -> None:
     done = surefoot("evaluate", str(finished_run), "--tasks", "gsm8k", "--limit", "1", timeout_s=300)
     assert done.returncode == 2

@@ -201,7 +201,7 @@ def test_how_often_a_run_restarts_after_an_end(
     assert attempt.max_restarts(status) == restarts
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_each_death_of_a_run_of_one_rank_counts(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault strikes in each start, before the first checkpoint."""
     monkeypatch.setenv("PYTHONPATH", str(FAULTS), prepend=os.pathsep)

@@ -128,7 +128,7 @@ def test_a_run_of_trl_that_stands_still_is_named(settings: dict[str, Any], tmp_p
     process.kill()
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_a_run_of_trl_without_a_fault_has_no_finding(settings: dict[str, Any], tmp_path: Path, start: Start) -> None:
     folder = tmp_path / "trl"
     process = start(sys.executable, str(EXAMPLE), settings["model"], settings["dataset"], str(folder))

@@ -26,7 +26,7 @@ def three_lines(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_three_lines_for_a_large_mixture_fit_one_large_card(three_lines: str) -> None:
     told = plan(three_lines, ["device=h100"])
     assert told.forecast.fits

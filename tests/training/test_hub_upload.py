@@ -45,7 +45,7 @@ def test_the_files_of_the_adapter_are_uploaded(settings: dict[str, Any], tmp_pat
     assert "README.md" in hub.files
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_a_refused_upload_fails_the_verb_but_not_the_run(settings: dict[str, Any], tmp_path: Path, hub: Hub) -> None:
     hub.refuses = True
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({**settings, "push_to_hub": "me/count"}))

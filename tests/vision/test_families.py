@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 REPRESENTATIVE = ("gemma4", "internvl", "mistral3", "qwen3_5_moe")
 """Families whose processors cut images in different ways, which `make test` trains."""
 EACH_FAMILY = [
-    pytest.param(kind, marks=() if kind in REPRESENTATIVE else pytest.mark.long) for kind in sorted(FAMILIES)
+    pytest.param(kind, marks=() if kind in REPRESENTATIVE else pytest.mark.matrix) for kind in sorted(FAMILIES)
 ]
 
 ROWS = 5
