@@ -595,7 +595,7 @@ def test_a_file_of_another_method_does_not_become_sft(tmp_path: Path, method: st
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto", "reward", "rloo"])
-@pytest.mark.parametrize("start", ["trl {}", "accelerate launch trl/scripts/{}.py", "python -m trl.scripts.{}"])
+@pytest.mark.parametrize("start", ["trl {}", "accelerate launch examples/{}.py", "python -m trl.scripts.{}"])
 def test_commands_of_another_method_of_trl_are_known(start: str, method: str) -> None:
     run = import_command(f"{start.format(method)} --model_name_or_path m --dataset_name d --output_dir o")
     assert get_values(run)["method"] == method
@@ -607,11 +607,18 @@ def test_commands_of_another_method_of_trl_are_known(start: str, method: str) ->
         ("trl sft --model_name_or_path m --dataset_name d --loss_type dft", "dft"),
         (f"{SWIFT} --loss_type dft", "dft"),
         (f"{SWIFT_GRPO} --loss_type luspo", "luspo"),
+        (f"{SWIFT} --loss_type a b", "['a', 'b']"),
     ],
 )
 def test_a_loss_that_is_not_here_is_refused(words: str, loss: str) -> None:
-    with pytest.raises(ConfigError, match=f"loss_type='{loss}'"):
+    with pytest.raises(ConfigError, match=r"loss_type=") as raised:
         import_command(words)
+    assert loss in str(raised.value)
+
+
+def test_a_script_of_another_program_that_is_called_like_one_of_trl_is_passed_over(tmp_path: Path) -> None:
+    run = import_file(tmp_path / "run.sh", "python reward.py --port 8000 &\nswift sft --model m --dataset d")
+    assert (run.source.program, run.source.method) == ("ms-swift", "sft")
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,9 @@ IGNORED_LAUNCHER_OPTIONS = frozenset(
 )
 """Launcher options without a setting: Surefoot takes them when the run is started, or always acts like this."""
 TRL_METHODS = ("sft", "grpo", "dpo", "kto", "reward", "rloo")
-"""Subcommands of `trl`; its scripts have the same names."""
+"""Subcommands of `trl`."""
+TRL_SCRIPTS = frozenset(f"{method}.py" for method in TRL_METHODS)
+"""Scripts of TRL; other programs have a reward.py too."""
 MODULES = {
     "swift.cli.sft": ("ms-swift", "sft"),
     "swift.cli.rlhf": ("ms-swift", "rlhf"),
@@ -102,7 +104,7 @@ def find_command(words: Sequence[str]) -> PeerCommand | None:
         script: tuple[str, str] | None = MODULES.get(word)
         if name in ("sft.py", "rlhf.py", "pt.py") and "swift" in folders:
             script = ("ms-swift", name.removesuffix(".py"))
-        elif name.endswith(".py") and name.removesuffix(".py") in TRL_METHODS:
+        elif name in ("sft.py", "grpo.py") or (name in TRL_SCRIPTS and _has_option(words, "--model_name_or_path")):
             script = ("TRL", name.removesuffix(".py"))
         elif name in LLAMAFACTORY_SCRIPTS and "src" in folders and _is_llamafactory_command(words):
             script = ("LLaMA-Factory", "sft")
@@ -113,9 +115,12 @@ def find_command(words: Sequence[str]) -> PeerCommand | None:
 
 def _is_llamafactory_command(words: Sequence[str]) -> bool:
     """Return whether the options are those of LLaMA-Factory, because the script's name (train.py) is too common."""
-    names = {word.partition("=")[0] for word in words}
     files = (".yaml", ".yml", ".json")
-    return bool(names & {"--stage", "--finetuning_type", "--template"}) or words[-1].endswith(files)
+    return _has_option(words, "--stage", "--finetuning_type", "--template") or words[-1].endswith(files)
+
+
+def _has_option(words: Sequence[str], *names: str) -> bool:
+    return any(word.partition("=")[0] in names for word in words)
 
 
 @dataclass

@@ -255,7 +255,8 @@ def _map_rollouts(run: ParsedRun, name: str, value: Any) -> MappedSettings:
 
     Raises: ConfigError for another loss: the run would learn something else.
     """
-    if name == "loss_type" and run.method == "sft" and value not in CROSS_ENTROPY:
+    is_cross_entropy = isinstance(value, str | None) and value in CROSS_ENTROPY
+    if name == "loss_type" and run.method == "sft" and name not in run.unset and not is_cross_entropy:
         raise run.make_value_error(name, value, "cross-entropy (nll), the only loss of sft here")
     if name == "loss_type" and run.method != "grpo":
         return None
