@@ -71,7 +71,7 @@ def test_workers_prepare_what_one_process_prepares(
         assert seen[-1].eta_s == 0
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_who_waits_says_that_more_is_there(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:

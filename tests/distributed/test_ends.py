@@ -118,7 +118,7 @@ def test_a_rank_that_is_killed_ends_the_run_and_is_named(two_ranks: dict[str, An
     assert find_newest(Path(settings["output_dir"]))[0] is not None
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_a_rank_that_is_killed_while_it_sends_ends_the_run_too(two_ranks: dict[str, Any]) -> None:
     """Of a peer whose message is cut short gloo says nothing: elastic alone would wait for half a minute."""
     process = start(two_ranks, "1:cut:3@step")

@@ -238,6 +238,7 @@ except Exception:
 """What a stranger on the network tries: a proof without the secret, and torch's own protocol."""
 
 
+@pytest.mark.matrix
 def test_two_machines_listen_on_the_network_between_them_alone_and_let_no_stranger_in(
     settings: dict[str, Any], machines: list[Namespace]
 ) -> None:

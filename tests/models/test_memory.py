@@ -39,6 +39,7 @@ print(json.dumps({"upcycle": upcycled, "load": resident("VmHWM") - before, "held
 """
 
 
+@pytest.mark.matrix
 def test_upcycling_and_fusing_experts_hold_one_layer_extra_at_most(tmp_path: Path) -> None:
     layers = 8
     config = LlamaConfig(

@@ -59,7 +59,7 @@ def test_as_many_sequences_at_a_time_as_fit(three_lines: str) -> None:
     assert few.forecast.run.rows_at_a_time == 2, "a step has no more"
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_what_fits_nowhere_gets_what_needs_least_and_is_told(three_lines: str) -> None:
     told = plan(three_lines, ["device=rtx3090", "per_device_train_batch_size=auto", "global_batch_size=8"])
     assert not told.forecast.fits
@@ -118,7 +118,7 @@ def test_a_trace_is_given_up_in_time(model_folder: Any, tmp_path: Path) -> None:
     assert forecast(run.model_copy(update={"gradient_checkpointing": False}), model_folder("qwen2"), card).fits
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_a_run_on_a_gpu_is_planned_for_that_gpu(
     model_folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

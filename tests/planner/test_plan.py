@@ -241,7 +241,7 @@ def test_a_model_whose_code_decides_by_values_is_refused(settings: dict[str, Any
         told(settings, model=str(tmp_path), target_modules="all")
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_the_page_of_a_plan_of_grpo(capsys: pytest.CaptureFixture[str]) -> None:
     path = str(PLANS.parent / "qwen2.5-vl-72b-grpo.yaml")
     assert cli.main(["plan", path, "device=a100"]) == 0
@@ -425,7 +425,7 @@ def test_a_deep_model_is_forecast_from_a_few_of_its_layers(
     assert activations[0] == pytest.approx(activations[1], rel=0.02)
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_a_few_layers_are_a_period_of_their_kinds(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -628,7 +628,7 @@ def test_experts_that_several_ranks_share_are_gathered() -> None:
     assert gathered(2) - gathered(4) == pytest.approx(experts_bytes / 4, rel=0.01)
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_a_frozen_tower_takes_no_more_than_a_trained_one(shallow: str) -> None:
     full = ["method=sft", "reward_funcs=null", "num_generations=null", "max_completion_length=null", *LOCAL,
             "rollout_engine=null", "max_prompt_length=null", "target_modules=null", "lora_rank=null",

@@ -133,7 +133,7 @@ def test_the_peak_of_grpo_is_that_of_real_tensors(loss_type: str, is_kept: bool,
     assert told.peak == pytest.approx(max(moment[0] for moment in seen), rel=0.03)
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 @pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])
 @pytest.mark.parametrize("share", [pytest.param(1.0, marks=pytest.mark.matrix), 0.125])
 def test_equal_layers_lie_on_a_line(
