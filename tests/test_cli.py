@@ -193,7 +193,7 @@ def test_a_folder_that_was_deleted_meanwhile_is_named(tmp_path: Path) -> None:
         assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_the_cache_may_have_any_name_and_its_errors_name_it(tmp_path: Path, settings: dict[str, Any]) -> None:
     arguments = ["data", config_file(tmp_path, settings), "--show", "9" * 30]
     done = surefoot(*arguments, env={"SUREFOOT_CACHE": f"{tmp_path}/cache\udcff"})

@@ -78,6 +78,7 @@ def test_data_that_cannot_be_fetched_are_named(finished_run: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.matrix
 def test_answers_do_not_depend_on_their_batch(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """Padding would change the answers of this model, whose positions depend on the length of the row."""
     model = tiny_model("phi3+longrope", vocab_size=len(tokenizer))

@@ -42,7 +42,7 @@ def test_three_lines_for_a_large_mixture_fit_one_large_card(three_lines: str) ->
     assert with_room.forecast.run.gradient_checkpointing is False, "recomputing would only take time"
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_as_many_sequences_at_a_time_as_fit(three_lines: str) -> None:
     told = plan(three_lines, ["device=h200", "per_device_train_batch_size=auto", "global_batch_size=64"])
     run = told.forecast.run

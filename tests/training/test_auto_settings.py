@@ -57,7 +57,7 @@ def test_a_run_that_is_resumed_keeps_its_choices(settings: dict[str, Any]) -> No
     assert {name: written(again)[name] for name in given} == given
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 def test_under_torchrun_the_ranks_that_there_are_are_planned_for(settings: dict[str, Any], tmp_path: Path) -> None:
     """The config need not name them, and expert parallelism needs two."""
     values = {**settings, "zero_stage": 3, "expert_parallel_size": 2, "health": False, "max_steps": 1}
