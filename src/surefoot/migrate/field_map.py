@@ -257,7 +257,8 @@ def _map_rollouts(run: ParsedRun, name: str, value: Any) -> MappedSettings:
     """
     is_cross_entropy = isinstance(value, str | None) and value in CROSS_ENTROPY
     if name == "loss_type" and run.method == "sft" and name not in run.unset and not is_cross_entropy:
-        raise run.make_value_error(name, value, "cross-entropy (nll), the only loss of sft here")
+        expected = "nll (cross-entropy), the only loss of sft: remove the setting to train with that"
+        raise run.make_value_error(name, value, expected)
     if name == "loss_type" and run.method != "grpo":
         return None
     if name == "loss_type" and value == "grpo" and _is_gspo(run):
@@ -330,8 +331,8 @@ def _read_fsdp_config(run: ParsedRun, value: Any) -> Any:
 def map_rewards(program: str, names: list[str], weights: list[Any], file: str) -> tuple[list[Any], list[str]]:
     """Return items of reward_funcs, and the names of the rewards that Surefoot does not have.
 
-    Beside others, such a reward is the function of its name in `file`, which the run asks for: it never trains on the
-    others alone. `weights`: one per name. Each item carries its own weight if any reward is not known.
+    Beside others, such a reward becomes the function of its name in `file`, so the run does not start until it is
+    there. `weights`: one per name. Each item carries its own weight if any reward is not known.
     """
     unmapped = [name for name in names if name not in REWARDS.get(program, {}) and name not in LENGTH_REWARDS]
     own = {name: {"func": f"{file}:{name.rpartition('.')[2]}"} for name in unmapped if len(unmapped) < len(names)}

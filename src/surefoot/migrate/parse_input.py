@@ -45,8 +45,8 @@ SIGNS_OF_METHOD: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "axolotl": {"reward": ("reward_model",), "prm": ("process_reward_model",), "diffusion": ("diffusion",)},
 }
 """Program -> method -> settings that only this method (or a later one here) has, for files that do not name theirs."""
-NEXT_LLAMAFACTORY = frozenset("dist_config init_config kernel_config model_class peft_config quant_config".split())
-"""Settings of LLaMA-Factory's v1, which has other names and defaults than its configs so far."""
+LLAMAFACTORY_V1 = frozenset("dist_config init_config kernel_config model_class peft_config quant_config".split())
+"""Settings that only configs of LLaMA-Factory v1 have. Source: examples/v1 of its repository."""
 ACCEPTED_INPUTS = (
     "an ms-swift, LLaMA-Factory, TRL or axolotl command line or YAML, a Python script of TRL, or a DeepSpeed JSON"
 )
@@ -84,8 +84,8 @@ def _read_mapping(path: Path, text: str, program: str | None) -> ParsedRun:
     settings = parse_json(text, str(path)) if path.suffix == ".json" else parse_yaml(text, str(path))
     if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
         raise ConfigError(f"{path}: contains no settings by name. Give {ACCEPTED_INPUTS}.")
-    if settings.keys() & NEXT_LLAMAFACTORY and program in (None, "LLaMA-Factory"):
-        names = ", ".join(sorted(settings.keys() & NEXT_LLAMAFACTORY))
+    if settings.keys() & LLAMAFACTORY_V1 and program in (None, "LLaMA-Factory"):
+        names = ", ".join(sorted(settings.keys() & LLAMAFACTORY_V1))
         raise ConfigError(
             f"{path}: is a config of LLaMA-Factory v1 ({names}), which is not read: its settings have other names, "
             "places and defaults. Give the same run as a config with model_name_or_path and stage, or write a run.yaml."
@@ -208,8 +208,9 @@ def _read_command(
 
 def _read_negations(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options with `x = False` for `--no_x`, which the argument parser of transformers adds."""
-    negated = {name: name.removeprefix("no_") for name, value in options.items() if name[:3] == "no_" and value is True}
-    return {negated.get(name, name): value if name not in negated else False for name, value in options.items()}
+    negated = [name for name, value in options.items() if name.startswith("no_") and value is True]
+    others = {name: value for name, value in options.items() if name not in negated}
+    return others | {name.removeprefix("no_"): False for name in negated}
 
 
 def _detect_method(program: str, settings: Mapping[str, Any], subcommand: str = "sft") -> str:
