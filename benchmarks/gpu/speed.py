@@ -44,7 +44,7 @@ from surefoot.distributed.process_group import SINGLE_PROCESS
 from surefoot.methods.base import BatchTotals, TrainContext
 from surefoot.methods.sft.method import SftObjective
 from surefoot.models.adapter import write_adapter
-from surefoot.models.build import build_model, trainable_parameters
+from surefoot.models.build import build_model, compile_layers, trainable_parameters
 from surefoot.models.lora import LoraSettings
 from surefoot.training.step import counts_of, train_step
 
@@ -228,8 +228,9 @@ def ours(
         device=device,
         dtype=torch.bfloat16,
         gradient_checkpointing=True,
-        compile_layers=is_compiled,
     )
+    if is_compiled:
+        compile_layers(built)
     set_random_weights(built.model)
     parameters = trainable_parameters(built.model)
     if not adapter.exists():

@@ -24,7 +24,7 @@ from surefoot.methods.grpo.routed_experts import encode_experts
 from surefoot.methods.grpo.settings import GrpoConfig
 from surefoot.methods.sft.method import SftObjective
 from surefoot.methods.token_loss import text_inputs
-from surefoot.models.build import BuiltModel, build_model
+from surefoot.models.build import BuiltModel, build_model, compile_layers
 from surefoot.models.lora import LoraSettings
 from surefoot.models.routing import (
     KeptChoices,
@@ -189,7 +189,9 @@ def test_checkpointing_uses_the_first_forwards_routing_again(
     if compiled:
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
         torch._dynamo.reset()
-    built = build(model_folder("mixtral"), gradient_checkpointing=True, compile_layers=compiled)
+    built = build(model_folder("mixtral"), gradient_checkpointing=True)
+    if compiled:
+        compile_layers(built)
     fickle.calls, fickle.noise = 0, 1.0
     seen: list[torch.Tensor] = []
     original = experts.Groups.of

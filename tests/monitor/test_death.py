@@ -8,7 +8,7 @@ import pytest
 from surefoot.diagnostics.monitor.event_log import Entry
 from surefoot.diagnostics.monitor.gpus import GpuSample, GpuSnapshot
 from surefoot.diagnostics.rules.accelerators import find_last_errors
-from surefoot.diagnostics.rules.rank_death import find_death
+from surefoot.diagnostics.rules.rank_death import MachineAtDeath, find_death
 from surefoot.findings import Finding
 from surefoot.system.kernel_log import GpuError
 
@@ -69,12 +69,14 @@ def test_a_kill_for_memory_is_told_from_others(
 
 def test_a_machine_without_memory_is_told_by_the_kernels_log() -> None:
     history = [Entry(0, 1, 70, 0.0, "step", "", 3, {})]
-    finding = find_death(0, KILLED, for_memory=False, history=history, killed={70})
+    finding = find_death(0, KILLED, for_memory=False, history=history, machine=MachineAtDeath(killed={70}))
     assert finding.code == "SF201"
     assert "machine had no memory" in finding.cause
-    crashed = find_death(0, "was ended by signal 11 (SIGSEGV)", for_memory=False, history=history, killed={70})
+    crashed = find_death(
+        0, "was ended by signal 11 (SIGSEGV)", for_memory=False, history=history, machine=MachineAtDeath(killed={70})
+    )
     assert crashed.code == "SF101"
-    other = find_death(0, KILLED, for_memory=False, history=history, killed={71})
+    other = find_death(0, KILLED, for_memory=False, history=history, machine=MachineAtDeath(killed={71}))
     assert other.code == "SF101"
 
 
@@ -127,7 +129,7 @@ def test_errors_of_a_gpu_at_the_death_are_its_cause() -> None:
 
     def explain(errors: list[GpuError], for_memory: bool = False) -> Finding:
         found = find_last_errors(errors, {70}, first, last)
-        return find_death(1, KILLED, for_memory=for_memory, history=history, of_gpus=found)
+        return find_death(1, KILLED, for_memory=for_memory, history=history, machine=MachineAtDeath(gpu_errors=found))
 
     finding = explain([fallen])
     assert (finding.code, finding.evidence["xid"], finding.evidence["rank"]) == ("SF112", 79, 1)
@@ -142,6 +144,6 @@ def test_errors_of_a_gpu_at_the_death_are_its_cause() -> None:
 
 def test_messages_of_the_kernel_are_evidence() -> None:
     messages = [f"mce: [Hardware Error]: {number}" for number in range(5)]
-    finding = find_death(1, KILLED, for_memory=False, history=[], kernel_says=messages)
+    finding = find_death(1, KILLED, for_memory=False, history=[], machine=MachineAtDeath(kernel_messages=messages))
     assert finding.evidence["kernel_says"] == "; ".join(messages[-3:])
     assert "kernel_says" not in find_death(1, KILLED, for_memory=False, history=[]).evidence

@@ -23,7 +23,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from surefoot.data.collate import MicroBatch
-from surefoot.distributed.artifact import write_artifact
+from surefoot.distributed.artifact import write_trained_adapter, write_trained_model
 from surefoot.distributed.process_group import SINGLE_PROCESS
 from surefoot.errors import SurefootError
 from surefoot.methods.base import BatchTotals, TrainContext
@@ -360,7 +360,11 @@ def check_mode(
         result.state = "wrong"
         return result
     trained_loss = loss_now()
-    artifact = write_artifact(work / "artifact", built.model, tokenizer, settings, folder, str(folder))
+    target = work / "artifact"
+    if settings is None:
+        artifact = write_trained_model(target, built.model, tokenizer, folder)
+    else:
+        artifact = write_trained_adapter(target, built.model, tokenizer, settings, str(folder))
     exported = merge_adapter(folder, artifact, work / "merged") if settings else artifact
     with torch.no_grad():
         stock = type(reference.model)

@@ -1,5 +1,6 @@
 """Writer of the trained artifact, gathered from all ranks: an adapter in PEFT's or a model in Hugging Face's format."""
 
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -8,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surefoot.data.render import answer_ends
 from surefoot.distributed.process_group import SINGLE_PROCESS, World
-from surefoot.models.adapter import base_name, get_tensor, tensors_beside, write_adapter
+from surefoot.models.adapter import get_tensor, tensors_beside, write_adapter
 from surefoot.models.build import trainable_parameters
 from surefoot.models.dtensor_blocks import gather_full
 from surefoot.models.export import in_layers, name_ends, stored_buffers, write_model
@@ -17,40 +18,73 @@ from surefoot.system.atomic_io import new_folder, write_text
 
 CARD = "README.md"
 
+Values = Iterator[tuple[str, Tensor]]
+"""Names and full values of the tensors, gathered one by one."""
 
-def write_artifact(
+
+def write_trained_adapter(
     target: Path,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    settings: LoraSettings | None,
+    settings: LoraSettings,
+    base: str,
+    ranks: World = SINGLE_PROCESS,
+    card: str | None = None,
+) -> Path:
+    """Write the trained adapter in PEFT's format. Return its folder.
+
+    `base`: name or folder of its base model. Rank 0 holds one parameter at a time. `card`: text of its README.md.
+    Collective. Raises: StorageError.
+    """
+    tensors: dict[str, Tensor] = {**trainable_parameters(model)}
+    tensors |= {name: get_tensor(model, name) for name in tensors_beside(model, tensors)}
+
+    def write(folder: Path, shapes: Mapping[str, torch.Size], values: Values) -> None:
+        write_adapter(folder, shapes, values, settings, base, model)
+
+    return _write_folder(target, tokenizer, tensors, write, ranks, card)
+
+
+def write_trained_model(
+    target: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     base: Path,
-    source: str,
     ranks: World = SINGLE_PROCESS,
     dtype: torch.dtype | None = None,
     card: str | None = None,
 ) -> Path:
-    """Write the trained adapter (PEFT format), or without LoRA the full model (HF format, in `dtype` or the base's).
+    """Write the full model in Hugging Face's format, in `dtype` or in its base's type. Return its folder.
 
-    `base` is the base model's folder, `source` its name in the config. Rank 0 writes the tensors that the ranks gather:
-    it holds one parameter of an adapter, or one layer of a model. `card`: text of its README.md. Collective. Raises:
-    StorageError.
+    `base`: folder of the base model. Rank 0 holds one layer at a time. `card`: text of its README.md. Collective.
+    Raises: StorageError.
     """
-    parameters = trainable_parameters(model) if settings is not None else dict(model.named_parameters())
-    others = tensors_beside(model, parameters) if settings is not None else stored_buffers(model)
-    tensors: dict[str, Tensor] = {**parameters, **{name: get_tensor(model, name) for name in others}}
-    names = list(tensors) if settings is not None else in_layers(tensors)
-    shapes = {name: tensors[name].shape for name in names}
-    values = ((name, gather_full(tensors[name])) for name in names)
+    tensors: dict[str, Tensor] = {**dict(model.named_parameters())}
+    tensors |= {name: get_tensor(model, name) for name in stored_buffers(model)}
+
+    def write(folder: Path, shapes: Mapping[str, torch.Size], values: Values) -> None:
+        write_model(folder, base, shapes, values, dtype)
+        name_ends(folder, answer_ends(tokenizer))
+
+    return _write_folder(target, tokenizer, {name: tensors[name] for name in in_layers(tensors)}, write, ranks, card)
+
+
+def _write_folder(
+    target: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    tensors: Mapping[str, Tensor],
+    write_weights: Callable[[Path, Mapping[str, torch.Size], Values], None],
+    ranks: World,
+    card: str | None,
+) -> Path:
+    """Write weights, tokenizer and card on rank 0. All ranks gather the tensors, in their order."""
+    values = ((name, gather_full(tensor)) for name, tensor in tensors.items())
 
     def write() -> None:
         try:
             if ranks.is_first:
                 with new_folder(target) as folder:
-                    if settings is not None:
-                        write_adapter(folder, shapes, values, settings, base_name(source, base), model)
-                    else:
-                        write_model(folder, base, shapes, values, dtype)
-                        name_ends(folder, answer_ends(tokenizer))
+                    write_weights(folder, {name: tensor.shape for name, tensor in tensors.items()}, values)
                     tokenizer.save_pretrained(folder)
                     if card is not None:
                         write_text(folder / CARD, card)

@@ -56,6 +56,7 @@ __all__ = [
     "Sharding",
     "build_model",
     "build_without_storage",
+    "compile_layers",
     "load_config",
     "load_tokenizer",
     "meta_model",
@@ -92,6 +93,8 @@ class BuiltModel:
     targets: LoraTargets | None
     """Modules and parameters that LoRA adapts; None if every weight is trained."""
     routing: RoutingRecorder
+    kept_choices: KeptChoices | None
+    """Experts that each router chose in the first forward, for its recomputation; None without recomputed routers."""
     autocast: bool
     """Whether float32 weights are trained with bfloat16 arithmetic, so forwards run under autocast."""
     isolation: Isolation
@@ -160,7 +163,6 @@ def build_model(
     device: torch.device,
     dtype: torch.dtype,
     gradient_checkpointing: bool = False,
-    compile_layers: bool = False,
     sharding: Sharding | None = None,
     freeze_vision: bool = True,
     for_packed_rows: bool = True,
@@ -223,7 +225,7 @@ def build_model(
         isolation = isolate_samples(model, dtype, is_sharded=sharding is not None) if for_packed_rows else Isolation()
     if sharding is not None:
         sharding.reshard(model)  # weights may be loaded before the next forward
-    built = _prepare_for_training(
+    return _prepare_for_training(
         model,
         targets,
         dtype=dtype,
@@ -231,15 +233,12 @@ def build_model(
         kept_choices=kept_choices,
         isolation=isolation,
     )
-    if compile_layers:
-        _compile_layers(model, kept_choices)
-    return built
 
 
-def _compile_layers(model: PreTrainedModel, kept_choices: KeptChoices | None) -> None:
+def compile_layers(built: BuiltModel) -> None:
     """Compile the decoder layers; under gradient checkpointing what is recomputed, not the checkpointing around it."""
-    if kept_choices is not None:
-        kept_choices.run_eagerly()
+    if built.kept_choices is not None:
+        built.kept_choices.run_eagerly()
     compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def run_layer(checkpoint: Callable[..., Any], forward: partial[Any], *args: Any) -> Any:
@@ -248,7 +247,7 @@ def _compile_layers(model: PreTrainedModel, kept_choices: KeptChoices | None) ->
             compiled[function] = torch.compile(function, dynamic=True)
         return checkpoint(partial(compiled[function], *forward.args, **forward.keywords), *args)
 
-    for layer in decoder_layers(model):
+    for layer in decoder_layers(built.model):
         if getattr(layer, "gradient_checkpointing", False):
             # transformers gives it the forward of the layer's class with the layer and its keyword arguments.
             checkpoint = partial(run_layer, layer._gradient_checkpointing_func)  # type: ignore[arg-type]
@@ -288,7 +287,7 @@ def _prepare_for_training(
         # transformers makes the outputs of input embeddings need gradients, for reentrant checkpointing. A frozen
         # vision tower would then run a backward.
         model.disable_input_require_grads()
-    return BuiltModel(model, targets, routing, autocast=_is_mixed(model, dtype), isolation=isolation)
+    return BuiltModel(model, targets, routing, kept_choices, autocast=_is_mixed(model, dtype), isolation=isolation)
 
 
 def _is_mixed(model: PreTrainedModel, dtype: torch.dtype) -> bool:

@@ -17,7 +17,7 @@ from surefoot.errors import ConfigError, ModelError
 from surefoot.methods.base import TrainContext
 from surefoot.methods.registry import method_of
 from surefoot.methods.token_loss import eval_no_grad
-from surefoot.models.build import build_model, meta_model, trainable_parameters
+from surefoot.models.build import build_model, compile_layers, meta_model, trainable_parameters
 from surefoot.models.lora import checked_targets, lora_settings
 from surefoot.models.router_bias import RouterBiases
 from surefoot.models.vision import check_tower
@@ -119,10 +119,11 @@ def build_train_context(
         device=device,
         dtype=getattr(torch, config.dtype),
         gradient_checkpointing=config.gradient_checkpointing is True,
-        compile_layers=config.compile,
         sharding=sharding,
         freeze_vision=config.freeze_vision_tower,
     )
+    if config.compile:
+        compile_layers(built)
     if device.type == "cpu":
         keep_freed_memory()
     if config.init_adapter and lora is not None:

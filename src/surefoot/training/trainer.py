@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from surefoot.config import LoadedConfig, MayDiffer, RunConfig, as_yaml, changed_fields
 from surefoot.config.resolve import device_type, resolve
 from surefoot.data.build_dataset import check_sources
-from surefoot.distributed.artifact import write_artifact
+from surefoot.distributed.artifact import write_trained_adapter, write_trained_model
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.distributed.process_group import World, gpu_of, init_distributed
 from surefoot.errors import ConfigError, ModelError
@@ -21,6 +21,7 @@ from surefoot.events import Emit, Event, FindingMade, Notice, Observer, RunEnded
 from surefoot.methods.base import Method, MethodContext, TrainContext
 from surefoot.methods.registry import method_of
 from surefoot.methods.training_data import RunData, open_data
+from surefoot.models.adapter import base_name
 from surefoot.models.build import load_tokenizer
 from surefoot.models.decoder_layers import decoder_layers
 from surefoot.models.lora import lora_settings
@@ -272,15 +273,15 @@ def _assemble(run: _Run, opened: _OpenedRun, cleanup: ExitStack, stop_requested:
     cleanup.callback(loop.saver.end)
     _begin_run_folder(run, config, state.step, device, step_times_s)
     run.emit(_build_start_event(loop, state))
-    lora = lora_settings(config)
-    target = config.run_folder / ("adapter" if lora else "model")
-    return _AssembledRun(
-        loop,
-        state,
-        lambda card: write_artifact(
-            target, train_context.model, opened.tokenizer, lora, base, config.model, ranks, card=card
-        ),
-    )
+
+    def write(card: str | None) -> Path:
+        lora, model, tokenizer = lora_settings(config), train_context.model, opened.tokenizer
+        if lora is None:
+            return write_trained_model(config.run_folder / "model", model, tokenizer, base, ranks, card=card)
+        name = base_name(config.model, base)
+        return write_trained_adapter(config.run_folder / "adapter", model, tokenizer, lora, name, ranks, card)
+
+    return _AssembledRun(loop, state, write)
 
 
 def _build_loop_context(

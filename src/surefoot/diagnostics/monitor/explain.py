@@ -16,7 +16,7 @@ from surefoot.diagnostics.monitor.evidence_server import read_stacks
 from surefoot.diagnostics.monitor.gpus import read_snapshots, take_snapshot
 from surefoot.diagnostics.monitor.rank_trends import find_in_history
 from surefoot.diagnostics.rules.accelerators import find_last_errors
-from surefoot.diagnostics.rules.rank_death import find_death
+from surefoot.diagnostics.rules.rank_death import MachineAtDeath, find_death
 from surefoot.diagnostics.rules.stall import find_stall
 from surefoot.errors import ConfigError
 from surefoot.findings import Finding
@@ -194,12 +194,14 @@ def explain_death(
         rank,
         how,
         for_memory=for_memory,
-        has_limit=cgroup.memory_limit_bytes() is not None,
         history=history,
         last_stacks=read_stacks(run_folder, rank) if rank is not None else "",
-        killed=killed_for_memory(messages),
-        of_gpus=find_last_errors(gpu_errors(messages), processes, first, last),
-        kernel_says=troubles(messages, processes),
+        machine=MachineAtDeath(
+            has_memory_limit=cgroup.memory_limit_bytes() is not None,
+            killed=killed_for_memory(messages),
+            gpu_errors=find_last_errors(gpu_errors(messages), processes, first, last),
+            kernel_messages=troubles(messages, processes),
+        ),
     )
 
 

@@ -1,6 +1,7 @@
 """The rule for a rank that was killed or crashed: the cause of its end, and where it was. Pure."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 from surefoot.diagnostics.monitor.event_log import Entry, last_start, open_phases
@@ -13,50 +14,65 @@ MOST_MESSAGES = 3
 """Number of the kernel's messages that are shown."""
 
 
+@dataclass(frozen=True)
+class MachineAtDeath:
+    """State of the machine after one of its processes ended."""
+
+    has_memory_limit: bool = True
+    """Whether the cgroup of the process has one. Its count of kills includes those because the machine had no memory
+    left."""
+    killed: Collection[int] = ()
+    """Processes that the kernel killed for memory, according to its log."""
+    gpu_errors: Sequence[Finding] = ()
+    """Errors that GPUs reported during the run."""
+    kernel_messages: Sequence[str] = ()
+    """Recent messages of the kernel about hardware, storage, and crashes of the run's processes."""
+
+
 def find_death(
     rank: int | None,
     how: str,
     *,
     for_memory: bool | None,
-    has_limit: bool = True,
     history: Sequence[Entry],
     last_stacks: str = "",
-    killed: Collection[int] = (),
-    of_gpus: Sequence[Finding] = (),
-    kernel_says: Sequence[str] = (),
+    machine: MachineAtDeath | None = None,
 ) -> Finding:
     """Return the finding for a rank that ended as `how` says. `rank`: None for the launcher, whose end ends its ranks.
 
-    `for_memory`: whether the kernel killed a process of its cgroup for memory; None if unknown. `has_limit`: whether
-    that cgroup has a limit; the kernel's count includes kills because the machine had no memory left.
-    `history`: recorded events of the run, oldest first. `last_stacks`: output of its crash handler.
-    `killed`: processes that the kernel killed for memory, according to its log. `of_gpus`: errors that GPUs report
-    since. `kernel_says`: recent messages of the kernel about hardware, storage, and crashes of the run's processes.
+    `for_memory`: whether the kernel killed a process of its cgroup for memory; None if unknown. `history`: recorded
+    events of the run, oldest first. `last_stacks`: output of its crash handler. `machine`: None for one that reports
+    nothing.
     """
+    machine = machine or MachineAtDeath()
     entries = last_start(history, 0 if rank is None else rank)
     evidence = {"end": how, **_describe_last_event(entries)}
-    if kernel_says:
-        evidence["kernel_says"] = "; ".join(kernel_says[-MOST_MESSAGES:])
+    if machine.kernel_messages:
+        evidence["kernel_says"] = "; ".join(machine.kernel_messages[-MOST_MESSAGES:])
     who = "the launcher of the ranks"
     if rank is not None:
         evidence, who = {"rank": rank, **evidence}, f"rank {rank}"
     where = _describe_place(entries)
-    is_in_log = "SIGKILL" in how and bool(entries) and entries[-1].process in killed
+    is_in_log = "SIGKILL" in how and bool(entries) and entries[-1].process in machine.killed
     if for_memory or is_in_log:
         anonymous = [entry.values["anonymous_bytes"] for entry in entries if "anonymous_bytes" in entry.values]
         if anonymous:
             evidence["anonymous_memory_gib"] = round(anonymous[-1] / 2**30, 2)
         spike, sizes = _describe_batch(entries)
-        limit = "it reached the limit of its cgroup for" if for_memory and has_limit else "the machine had no"
+        limit = (
+            "it reached the limit of its cgroup for"
+            if for_memory and machine.has_memory_limit
+            else "the machine had no"
+        )
         return Finding(
             "SF201",
             f"{who} {how}{where}. The kernel killed it because {limit} memory{spike}",
             {**evidence, **sizes},
         )
-    if of_gpus:
-        of_gpu = of_gpus[0]
-        cause = f"{who} {how}{where}, and {of_gpu.cause}"
-        return Finding(of_gpu.code, cause, {**evidence, **of_gpu.evidence}, of_gpu.fix, confidence=0.9)
+    if machine.gpu_errors:
+        gpu_error = machine.gpu_errors[0]
+        cause = f"{who} {how}{where}, and {gpu_error.cause}"
+        return Finding(gpu_error.code, cause, {**evidence, **gpu_error.evidence}, gpu_error.fix, confidence=0.9)
     inside = main_thread(last_stacks)[:1]
     if "SIGABRT" in how and inside and inside[0].file.endswith("distributed_c10d.py"):
         # gloo's own thread aborts the process here; if Python code aborts it, that code is innermost.

@@ -19,7 +19,7 @@ from surefoot.config.vllm_args import allowed_lora_rank
 from surefoot.data.image_processor import PixelReader
 from surefoot.data.images import ImageSettings, find_image
 from surefoot.data.render import answer_ends
-from surefoot.distributed.artifact import write_artifact
+from surefoot.distributed.artifact import write_trained_model
 from surefoot.distributed.process_group import World
 from surefoot.errors import ConfigError, StoppedOnFinding
 from surefoot.events import Emit, Heartbeat, Notice
@@ -300,7 +300,7 @@ def _build_sync(config: GrpoConfig, context: MethodContext, train_context: Train
     def write(target: Path) -> None:
         # The server's compute type: a smaller type of the base model would round away what training has learned.
         dtype = getattr(torch, config.dtype)
-        write_artifact(target, train_context.model, context.tokenizer, None, context.base, config.model, ranks, dtype)
+        write_trained_model(target, train_context.model, context.tokenizer, context.base, ranks, dtype)
 
     return FullSync(server, write, folder / "weights", config.rollout_timeout_s, ranks)
 
