@@ -78,8 +78,13 @@ def test_the_page_is_one_small_file(run_folder: Path) -> None:
     ]
     assert shared[0] == shared[1], "a phase has one colour in both charts"
     assert re.findall(r"<h2>(SF\d+) [^<]*\(in an earlier start\)</h2>", text) == ["SF101"]
-    for shown in ("mixtral", "sft, lora", "rows.jsonl"):
+    for shown in ("mixtral", "sft, lora", "rows.jsonl", "adapter"):
         assert f"<dd>{shown}</dd>" in text
+    own = re.search(r"<h2>Settings that are not the defaults</h2><table>(.*?)</table>", text, re.S)
+    assert own is not None
+    values = dict(re.findall(r"<tr><td>(\w+)</td><td>(.*?)</td></tr>", own[1]))
+    assert values["eval_fraction"] == "0.2"
+    assert not values.keys() & {"adam_beta1", "seed", "zero_stage"}, "defaults"
 
 
 PAGE = """

@@ -239,6 +239,27 @@ def test_a_signal_is_not_lost_where_nothing_can_be_said(monkeypatch: pytest.Monk
     os.close(reading)
 
 
+@pytest.mark.parametrize(("step_time_s", "told"), [(None, "is done;"), (12.34, "is done (the last step took 12.3 s);")])
+def test_a_user_who_stops_a_run_is_told_how_long_a_step_takes(
+    step_time_s: float | None, told: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stop = StopSignal()
+    stop.step_time_s = step_time_s
+    with stop.watching(), stop.deferred():
+        signal.raise_signal(signal.SIGINT)
+    assert told in capfd.readouterr().err
+
+
+def test_the_loop_measures_its_steps_for_a_user_who_stops_it(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stops: list[StopSignal] = []
+    monkeypatch.setattr(StopSignal, "note_last_save", lambda stop: stops.append(stop))
+    result = surefoot.train(settings, screen=False)
+    last = next(line for line in reversed(result.metrics) if "learning_rate" in line)
+    assert stops[0].step_time_s == pytest.approx(last["step_time_s"], abs=0.5)
+
+
 def test_overwriting_keeps_what_this_start_found(settings: dict[str, Any], tmp_path: Path) -> None:
     """TensorBoard's files too: the run failed at its end where they were deleted under it."""
     rows = [*counting_rows(8), {"messages": [{"role": "user", "content": "no answer"}]}]

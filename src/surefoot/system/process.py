@@ -99,6 +99,8 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.received: str | None = None
+        self.step_time_s: float | None = None
+        """Seconds of the last step; None before the end of the first one. A user who stops the run is told it."""
         self._deferred = False
         self._is_ending = False
 
@@ -137,7 +139,10 @@ class StopSignal:
         if not self._deferred or not is_first:
             raise KeyboardInterrupt(signal.Signals(number).name)
         if is_ctrl_c and not self._is_ending and os.environ.get("RANK", "0") == "0":
-            say_at_once("the run saves and stops when this step or evaluation is done; Ctrl-C again ends it unsaved")
+            took = "" if self.step_time_s is None else f" (the last step took {self.step_time_s:.1f} s)"
+            say_at_once(
+                f"the run saves and stops when this step or evaluation is done{took}; Ctrl-C again ends it unsaved"
+            )
 
 
 @contextmanager

@@ -82,6 +82,7 @@ def fit(
                 if batch is None:
                     break
                 state = _run_step(loop, state, batch)
+                stop.step_time_s = time.perf_counter() - batch.began
                 on_device = sample_device_memory(loop.train_context.device, loop.ranks.rank, state.step)
                 if on_device is not None:
                     loop.emit(on_device)

@@ -1,10 +1,14 @@
 """The `report.html` of a run."""
 
+import json
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_jsonable_python
+
+from surefoot.config.methods import known_fields
 from surefoot.diagnostics.report.charts import charts
 from surefoot.diagnostics.report.page import Page, format_number, load_chart_script, render_table
 from surefoot.diagnostics.report.run_history import Row, RunHistory, read_run_history
@@ -33,9 +37,26 @@ def page_of(run_folder: Path) -> Page:
         head=f"<h1>{escape(str(history.explanation.run_folder))}</h1>{_render_summary(history)}"
         f"{_render_benchmarks(history.summary)}{_render_findings(history)}",
         charts=charts(history),
-        tail=f"{_render_samples(history)}{_render_completions(history)}<section><details><summary>run.yaml</summary>"
-        f"<pre>{escape(history.config)}</pre></details></section>",
+        tail=f"{_render_samples(history)}{_render_completions(history)}{_render_settings(history)}",
     )
+
+
+def _render_settings(history: RunHistory) -> str:
+    """Return a table of the settings that are not the defaults, and the whole run.yaml."""
+    own = {name: [_write_value(value)] for name, value in history.settings.items() if not _is_default(name, value)}
+    return (
+        f"<section><h2>Settings that are not the defaults</h2>{render_table(own, ['value'])}"
+        f"<details><summary>all settings (run.yaml)</summary><pre>{escape(history.config)}</pre></details></section>"
+    )
+
+
+def _write_value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _is_default(name: str, value: Any) -> bool:
+    field = known_fields().get(name)
+    return field is not None and not field.is_required() and to_jsonable_python(field.default) == value
 
 
 def _render_benchmarks(summary: Mapping[str, Any]) -> str:
@@ -69,10 +90,18 @@ def _render_summary(history: RunHistory) -> str:
         "tokens/s": format_number(summary.get("tokens_per_second"), ".0f"),
         "peak memory": format_number(_convert_to_gib(summary.get("peak_memory_bytes")), ".2f", " GiB"),
         "ranks": len(history.explanation.ranks),
-        "artifact": summary.get("artifact") or "",
+        "artifact": _name_within(summary.get("artifact"), history.explanation.run_folder),
     }
     terms = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(str(value))}</dd></div>" for name, value in shown.items())
     return f"<section><dl>{terms}</dl></section>"
+
+
+def _name_within(path: Any, run_folder: Path) -> str:
+    """Return a path of the summary, relative to the run folder that the page names if it lies there."""
+    if not path:
+        return ""
+    absolute = Path(str(path)).absolute()
+    return str(absolute.relative_to(run_folder.absolute()) if absolute.is_relative_to(run_folder.absolute()) else path)
 
 
 def _render_findings(history: RunHistory) -> str:
