@@ -95,6 +95,7 @@ def test_a_model_folder_beside_the_file_is_a_path(tmp_path: Path) -> None:
         ("micro_batch_size: 2\n", "per_device_train_batch_size", 2),
         ("finetuning_type: full\n", "tuning", "full"),
         ("lora_target: [q_proj]\n", "target_modules", ["q_proj"]),
+        ("target_modules: '.*layers.[0-9]{1,2}.*(q, v)'\n", "target_modules", ".*layers.[0-9]{1,2}.*(q, v)"),
         ("target_modules: all-linear\n", "target_modules", "all"),
         ("bf16: true\n", "dtype", "bfloat16"),
         ("fp16: false\n", "dtype", "auto"),
@@ -175,6 +176,7 @@ def test_bad_values_say_what_and_where(tmp_path: Path, text: str, message: str) 
         ("max_steps: 3\nnum_train_epochs: 1\n", r"max_steps .*num_train_epochs .*\(run\.yaml:4, run\.yaml:5\)"),
         ("eval_steps: 5\n", r"eval_steps=5 .*eval_dataset .*eval_fraction"),
         ("target_modules: []\n", "target_modules .*empty"),
+        ("target_modules: '.*(q_proj'\n", r"target_modules=.*unterminated.*\(.*run\.yaml:\d+\)"),
         (
             "overwrite_output_dir: true\nresume_from_checkpoint: some/step\n",
             r"overwrite_output_dir .*resume_from_checkpoint .*\(run\.yaml:4, run\.yaml:5\)",

@@ -21,6 +21,24 @@ def test_sources_of_axolotl_that_say_more_are_listed(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_columns_of_axolotl(tmp_path: Path) -> None:
+    text = (
+        "base_model: m\ndatasets:\n"
+        "  - {path: a.jsonl, type: completion, field: body}\n"
+        "  - {path: b.jsonl, type: chat_template, field_messages: conversations,\n"
+        "     message_property_mappings: {role: from, content: value}}\n"
+        "  - {path: c.jsonl, type: chat_template, field_messages: turns, field_tools: functions,\n"
+        "     message_field_role: speaker, message_field_content: value}\n"
+    )
+    run = import_file(tmp_path / "theirs.yaml", text)
+    assert get_values(run)["dataset"] == [
+        {"path": "a.jsonl", "format": "text", "columns": {"text": "body"}},
+        {"path": "b.jsonl"},
+        {"path": "c.jsonl", "columns": {"messages": "turns", "tools": "functions"}},
+    ]
+    assert {what for what in run.left_out if " = " in what} == {"message_field_role = speaker of c.jsonl"}
+
+
 def test_grpo_of_axolotl(tmp_path: Path) -> None:
     text = (
         "base_model: m\nadapter: lora\nrl: grpo\ndatasets:\n- path: d\n  type: chat_template\ntrl:\n  beta: 0.01\n"
@@ -55,7 +73,7 @@ def test_schedules_and_empty_keys_of_axolotl(tmp_path: Path) -> None:
     run = import_file(tmp_path / "a.yaml", text)
     assert get_values(run)["lr_scheduler_type"] == "constant"
     assert run.unknown == []
-    assert "lora_target_modules = layers.[0-9]+.q_proj" in run.left_out
+    assert get_values(run)["target_modules"] == "layers.[0-9]+.q_proj"
     assert "special_tokens = {'eos_token': '</s>'}" in run.left_out
 
 

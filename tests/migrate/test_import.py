@@ -355,7 +355,7 @@ def test_a_constant_schedule_of_transformers_has_no_warm_up(tmp_path: Path) -> N
          {"max_steps": 100, "num_train_epochs": None, "warmup_steps": 5, "warmup_ratio": None}, "num_train_epochs = 3"),
         (f"{SWIFT} --warmup_steps 5 --warmup_ratio 0.1", {"warmup_steps": 5}, "warmup_ratio = 0.1"),
         ("swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs accuracy format --reward_weights 1.0 0.1",
-         {"reward_weights": [1.0, 0.1], "top_p": 0.9, "top_k": 50}, None),
+         {"reward_weights": [1.0, 0.1]}, None),
         ("swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs accuracy --use_vllm true --top_p 0.9 "
          "--top_k 50", {"top_p": 0.9, "top_k": 50, "temperature": 0.9, "importance_correction": "none"}, None),
         ("swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs accuracy --use_vllm true --top_p 0.9 "
@@ -370,7 +370,7 @@ def test_a_constant_schedule_of_transformers_has_no_warm_up(tmp_path: Path) -> N
         (f"{SWIFT} --save_total_limit -1 --loss_scale last_round", {"train_on": "last_assistant"}, None),
         (f"{SWIFT} --eval_strategy no --split_dataset_ratio 0.1", {"eval_fraction": None}, "eval_fraction = 0.1"),
         (f"{SWIFT} --save_steps 70 --split_dataset_ratio 0.1", {"eval_steps": 70}, None),
-        (f"{SWIFT} --target_modules '^(model.*)$'", {"target_modules": "all"}, "target_modules = ^(model.*)$"),
+        (f"{SWIFT} --target_modules '^(model.*)$'", {"target_modules": "^(model.*)$"}, None),
         (f"{SWIFT} --target_modules q_proj v_proj", {"target_modules": ["q_proj", "v_proj"]}, None),
         (f"{SWIFT} --target_modules q_proj, v_proj", {"target_modules": ["q_proj", "v_proj"]}, None),
         ("trl sft --model_name_or_path m --dataset_name d --lora_target_modules none", {"tuning": "full"}, None),
@@ -486,6 +486,16 @@ def test_a_constant_schedule_of_transformers_has_no_warm_up(tmp_path: Path) -> N
          {"target_modules": ["q_proj", "mlp.experts.gate_up_proj"]}, None),
         ("swift sft --model m --dataset d --lora_dropout 0 --target_parameters mlp.experts.down_proj",
          {"target_modules": "mlp.experts.down_proj"}, None),
+        ("swift sft --model m --dataset d --target_modules all-linear --target_regex '.*[.](q|v)_proj'",
+         {"target_modules": ".*[.](q|v)_proj"}, None),
+        ("trl sft --model_name_or_path m --dataset_name d --use_peft --lora_target_modules '.*(up|down)_proj'",
+         {"target_modules": ".*(up|down)_proj"}, None),
+        ("trl sft --model_name_or_path m --dataset_name d --use_peft --lora_target_modules '.*q_proj' '.*v_proj'",
+         {"target_modules": ["q_proj", "v_proj"]}, "lora_target_modules = ['.*q_proj', '.*v_proj']"),
+        ("swift sft --model m --dataset d", {"learning_rate": 1e-4}, None),
+        ("swift sft --model m --dataset d --tuner_type full", {"learning_rate": 1e-5}, None),
+        ("swift rlhf --rlhf_type grpo --model m --dataset d", {"learning_rate": 1e-4, "top_p": None}, None),
+        ("swift rlhf --rlhf_type grpo --model m --dataset d --train_type lora", {"top_p": 0.9, "top_k": 50}, None),
     ],
 )  # fmt: skip
 def test_what_another_program_means(words: str, settings: dict[str, Any], left_out: str | None) -> None:

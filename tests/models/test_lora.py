@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F
 from transformers import (
@@ -141,6 +142,9 @@ def test_initial_values_depend_on_seed_and_name_alone() -> None:
         ("down_proj", 2, 0, 0),
         ("experts.down_proj", 0, 2, 0),
         ("model.layers.1.self_attn.q_proj", 1, 0, 0),
+        (r"model\.layers\.[\d]+\.self_attn\.(q|v)_proj", 4, 0, 0),
+        (r"model\.layers\.0\..*_proj", 7, 2, 0),
+        (".*q_proj", 2, 0, 0),
     ],
 )
 def test_groups_and_names(target: str, linears: int, experts: int, routers: int) -> None:
@@ -257,6 +261,17 @@ def test_a_target_that_matches_nothing_names_the_nearest() -> None:
         find_targets(make_model("qwen2_moe"), ["attention", "qproj"])
     with pytest.raises(ModelError, match="'experts' .*empty .*LlamaForCausalLM"):
         find_targets(make_model("llama"), ["experts"])
+    with pytest.raises(ModelError, match=r"'self_attn\.\(q\|v\)_proj' .*whole names.* model\.layers\.0\."):
+        find_targets(make_model("llama"), ["self_attn.(q|v)_proj"])
+
+
+@pytest.mark.parametrize("pattern", [r"model\.layers\.[1-3]\.self_attn\.(q|v)_proj", r".*\.(gate|up)_proj", ".*_proj"])
+def test_a_regular_expression_matches_the_linear_layers_that_it_does_in_peft(pattern: str) -> None:
+    model = make_model("llama")
+    adapted = get_peft_model(make_model("llama"), LoraConfig(target_modules=pattern, task_type="CAUSAL_LM"))
+    modules = {name.removeprefix("base_model.model.").removesuffix(".lora_A.default") for name, _ in
+               adapted.named_modules() if name.endswith(".lora_A.default")}  # fmt: skip
+    assert set(find_targets(model, [pattern]).linears) == modules
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "qwen3_moe", "llama"])

@@ -26,7 +26,7 @@ from surefoot.config.items import (
 )
 from surefoot.config.methods import known_fields, methods_with, settings_class
 from surefoot.config.paths import check_template_size
-from surefoot.config.schema import RunConfig
+from surefoot.config.schema import REGULAR_EXPRESSION, RunConfig
 from surefoot.config.validate import contradictions
 from surefoot.errors import ConfigError
 
@@ -306,8 +306,9 @@ class _Settings:
             value = VALUE_ALIASES.get(name, {}).get(value, value) if isinstance(value, str) else value
         if name == "report_to":
             value = [] if value in ("none", None) else [value] if isinstance(value, str) else value
-        if name == "target_modules" and isinstance(value, str) and len(names := re.split(r"[,\s]+", value.strip())) > 1:
-            return names  # q_proj,v_proj, as LLaMA-Factory has it
+        if name == "target_modules" and isinstance(value, str) and not REGULAR_EXPRESSION.search(value):
+            names = re.split(r"[,\s]+", value.strip())  # q_proj,v_proj, as LLaMA-Factory has it
+            return names if len(names) > 1 else value
         kind = find_item_class(field)
         if kind is not None and value is not None and name not in DATASET_FIELDS:
             return expand_items(value if isinstance(value, list) else [value], kind, setting, name)

@@ -18,6 +18,8 @@ from surefoot.events import FORMER_PHASES, Phase
 
 DatasetFormat = Literal["auto", "messages", "sharegpt", "alpaca", "query_response", "prompt_completion", "text"]
 LearningRateSchedule = Literal["linear", "cosine", "constant", "wsd"]
+REGULAR_EXPRESSION = re.compile(r"[\\\[\](){}|^$*+?]")
+"""Characters of a regular expression that no name of a module has."""
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 T = TypeVar("T")
 AUTO = "auto"
@@ -191,7 +193,8 @@ class RunConfig(BaseModel):
     """Rank-stabilised scaling."""
     target_modules: str | list[str] = "all"
     """What LoRA adapts: groups (attention, mlp, experts, router, all, vision) or names. `router` trains the routers in
-    full. `vision` is the vision tower with what merges its patches; it is not in `all`."""
+    full. `vision` is the vision tower with what merges its patches; it is not in `all`. A regular expression matches
+    full names as in PEFT: `.*layers\\.[0-3]\\.self_attn\\.[qv]_proj`."""
     freeze_vision_tower: bool = True
     """Whether full fine-tuning leaves the vision tower and its patch merger unchanged."""
     init_adapter: str | None = None

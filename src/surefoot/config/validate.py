@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from surefoot.config.schema import AUTO, EPSILON, Contradiction, RunConfig
+from surefoot.config.schema import AUTO, EPSILON, REGULAR_EXPRESSION, Contradiction, RunConfig
 
 ENDPOINT = re.compile(r"^[^\s:]+:(\d{1,5})$")
 MOST_PORT = 65535
@@ -104,6 +104,15 @@ def _check_tuning(run: RunConfig, non_default: set[str]) -> Iterator[Contradicti
         yield Contradiction(
             "target_modules is empty, so LoRA would train nothing. Name a group such as attention", "target_modules"
         )
+    for target in filter(REGULAR_EXPRESSION.search, targets):
+        try:
+            re.compile(target)
+        except re.error as error:
+            yield Contradiction(
+                f"target_modules={target!s:.80} is no regular expression of Python: {error}. Correct it, or name "
+                "groups or modules",
+                "target_modules",
+            )
     if run.lora_dropout and any("experts" in target for target in targets):
         yield Contradiction(
             f"lora_dropout={run.lora_dropout} with target_modules={targets!s:.80}: dropout cannot be applied inside "

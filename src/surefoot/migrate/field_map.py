@@ -1,7 +1,6 @@
 """Mapping of one peer setting to the Surefoot settings with the same meaning."""
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import EllipsisType
@@ -10,6 +9,7 @@ from typing import Any, get_args
 from surefoot.config.aliases import ALIASES, FLAG_ALIASES
 from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
 from surefoot.config.methods import known_fields
+from surefoot.config.schema import REGULAR_EXPRESSION
 from surefoot.migrate.parsed_run import ParsedRun, resolve_path
 from surefoot.migrate.peer_tables import (
     CROSS_ENTROPY,
@@ -46,8 +46,6 @@ MODULE_GROUPS = {"all-linear": "all", "all-router": "router"}
 """ms-swift's groups of modules -> Surefoot's. PEFT has the first."""
 FASTER_LOSSES = ("LigerPlugin", "CutCrossEntropyPlugin")
 """Plugins of axolotl that compute the same loss faster."""
-REGEX_CHARACTERS = re.compile(r"[\\\[\](|^$*+]")
-"""Characters that occur in a regular expression and not in a module name."""
 
 MappedSettings = dict[str, Any] | None | EllipsisType
 """Surefoot settings; None if no setting has that meaning; `...` if another mapping function is responsible."""
@@ -177,6 +175,8 @@ def _map_trained_modules(run: ParsedRun, name: str, value: Any) -> MappedSetting
         return {"init_adapter": value[0] if isinstance(value, list) and value else value}
     if name in TARGET_PARAMETERS and run.settings.get("lora_target_linear"):
         return {}  # which has the experts too
+    if name == "target_regex" or (name in TARGET_MODULES and run.settings.get("target_regex")):
+        return {"target_modules": value} if name == "target_regex" and value else {}
     if name in (*TARGET_MODULES, *TARGET_PARAMETERS):
         # PEFT names linear layers and stacks of experts in two settings. The last one in the run carries both.
         given_keys = [key for key in (*TARGET_MODULES, *TARGET_PARAMETERS) if run.settings.get(key)]
@@ -193,9 +193,14 @@ def _map_trained_modules(run: ParsedRun, name: str, value: Any) -> MappedSetting
 
 
 def _parse_target_modules(value: Any) -> list[str] | None:
-    """Return the modules to adapt, with groups under their Surefoot names; None for a regular expression."""
+    """Return the modules to adapt, with groups under their Surefoot names, or one regular expression.
+
+    Return None for several, which PEFT does not take.
+    """
+    if len(as_list(value or [])) == 1 and REGULAR_EXPRESSION.search(str(as_list(value)[0])):
+        return [str(as_list(value)[0])]
     names = [part.strip() for name in as_list(value or []) for part in str(name).split(",") if part.strip()]
-    return None if REGEX_CHARACTERS.search("".join(names)) else [MODULE_GROUPS.get(name, name) for name in names]
+    return None if REGULAR_EXPRESSION.search("".join(names)) else [MODULE_GROUPS.get(name, name) for name in names]
 
 
 def _map_duration(run: ParsedRun, name: str, value: Any) -> MappedSettings:

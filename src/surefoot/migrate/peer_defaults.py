@@ -5,11 +5,14 @@ from typing import Any
 
 from surefoot.migrate.field_map import find_peer_schedule, is_null
 from surefoot.migrate.imported_run import ImportedRun
+from surefoot.migrate.parsed_run import ParsedRun
 from surefoot.migrate.peer_tables import (
     DEFAULT_NOTES,
     DEFAULTS,
     GRPO_DEFAULTS,
     LORA_ALPHA_FACTOR,
+    SWIFT_3_NOTE,
+    SWIFT_3_SAMPLING,
     SWIFT_BATCH,
     TRL_LORA,
     TRL_WITH_VLLM,
@@ -25,6 +28,8 @@ def collect_defaults(imported: ImportedRun) -> dict[str, Any]:
     defaults = dict(DEFAULTS[run.program])
     if is_trl and imported.get_value("tuning") == "lora":
         defaults |= TRL_LORA
+    if is_grpo and _is_swift_3(run):
+        defaults |= SWIFT_3_SAMPLING
     if is_grpo:
         defaults = _replace_grpo_defaults(imported, defaults)
     factor, rank = LORA_ALPHA_FACTOR.get(run.program), imported.get_value("lora_rank")
@@ -78,6 +83,8 @@ def note_peer_defaults(imported: ImportedRun) -> None:
     notes = DEFAULT_NOTES.get(run.program, {})
     if run.method != "sft":
         notes = {name: why for name, why in notes.items() if name == "nproc_per_node"}
+        if run.program == "ms-swift" and not _is_swift_3(run):
+            notes["top_p"] = SWIFT_3_NOTE
         if not _has_prompt_limit(imported):
             notes["max_prompt_length"] = UNCUT_PROMPTS.format(program=run.program)
     for name, why in notes.items():
@@ -87,6 +94,11 @@ def note_peer_defaults(imported: ImportedRun) -> None:
         if name in imported.settings:
             value, origin = imported.settings[name]
             imported.settings[name] = (value, f"{origin}, as near as it can be: see below")
+
+
+def _is_swift_3(run: ParsedRun) -> bool:
+    """Return whether a run of ms-swift names its tuning as version 3 did, and as version 4 no longer can."""
+    return run.program == "ms-swift" and not {"train_type", "sft_type"}.isdisjoint(run.settings)
 
 
 def _has_prompt_limit(imported: ImportedRun) -> bool:

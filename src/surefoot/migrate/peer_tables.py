@@ -1,6 +1,6 @@
 """Tables of peer settings: their defaults, and those that differ in meaning or have no counterpart in Surefoot.
 
-Settings that differ in name only are in `config.aliases`. The defaults are those of ms-swift 3, LLaMA-Factory 0.9,
+Settings that differ in name only are in `config.aliases`. The defaults are those of ms-swift 4, LLaMA-Factory 0.9,
 TRL 1 and axolotl 0.12, read 2026-11. They are carried because a run depends on them too.
 """
 
@@ -12,7 +12,7 @@ DEFAULTS: dict[str, Settings] = {
     "ms-swift": {
         "tuning": "lora", "lora_alpha": 32, "lora_dropout": 0.05, "target_modules": "all", "num_train_epochs": 3,
         "per_device_train_batch_size": 1, "gradient_checkpointing": True, "weight_decay": 0.1, "adam_beta2": 0.95,
-        "truncation": "drop", "save_steps": 500, "save_total_limit": None, "logging_steps": 5,
+        "learning_rate": 1e-4, "truncation": "drop", "save_steps": 500, "save_total_limit": None, "logging_steps": 5,
     },
     "LLaMA-Factory": {
         "tuning": "lora", "target_modules": "all", "dataset_dir": "data", "max_length": 2048, "learning_rate": 5e-5,
@@ -51,13 +51,13 @@ GRPO_DEFAULTS: dict[str, Settings] = {
         "loss_type": "grpo",
         "truncation": "left",
         "importance_correction": "none",
-        "top_k": 50,
-        "top_p": 0.9,
     },
 }
 """Program -> its further defaults for GRPO."""
 TRL_WITH_VLLM: Settings = {"importance_correction": "sequence_mask", "importance_cap": 3.0}
 """TRL's further defaults for GRPO with vLLM."""
+SWIFT_3_SAMPLING: Settings = {"top_k": 50, "top_p": 0.9}
+"""Further defaults for GRPO of ms-swift before 4.1."""
 SWIFT_BATCH = 16
 """Number of samples per step that ms-swift accumulates to by default."""
 
@@ -83,6 +83,7 @@ DEFAULT_NOTES: dict[str, dict[str, str]] = {
 }
 """Program -> Surefoot setting -> what the user should know if the run does not set it."""
 
+SWIFT_3_NOTE = "ms-swift before 4.1 samples with top_p 0.9 and top_k 50 by default: set both for a run of that version"
 UNCUT_PROMPTS = (
     "{program} does not truncate prompts. Here a prompt of more than 2048 tokens stops the run, with an error that "
     "names it: set the length of your longest prompt"
@@ -176,7 +177,7 @@ UNSUPPORTED = _index_by_name({
     "the model's own tokenizer is used unchanged": "special_tokens tokenizer_name_or_path tokenizer_config",
     "the architecture is that of the model's config.json": "model_type",
     "train_on sets which turns are trained": "completion_only_loss",
-    "a regular expression for full names is not supported: name modules or groups":
+    "PEFT takes one regular expression, and in a list of several finds no module of such a name":
         "target_modules lora_target_modules lora_target",
     "the setting `shuffle` shuffles rows": "train_dataloader_shuffle",
     "sequences are not split over GPUs here, so each GPU takes its own samples: divide gradient_accumulation_steps by "

@@ -7,6 +7,11 @@ from surefoot.config.schema import HUB_ID
 from surefoot.migrate.parsed_run import ParsedRun, resolve_path
 
 AXOLOTL_FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "chat_template": None, "completion": "text"}
+AXOLOTL_COLUMNS = {"field": "text", "field_messages": "messages", "field_system": "system", "field_tools": "tools"}
+"""Setting of an axolotl source -> the standard column that it names."""
+CARRIED_OF_AXOLOTL = frozenset({"path", "name", "split", "type", *AXOLOTL_COLUMNS})
+READ_MESSAGE_KEYS = {"role": ("role", "from"), "content": ("content", "value")}
+"""Part of a message -> the keys that a row may have for it."""
 SWIFT_SOURCE = re.compile(r"^(?:(HF|MS|hf|ms)::)?(?:([\w.-]+/[\w.-]+):([\w./-]+?)|(.+?))(?:#(\d+))?$")
 """Source of ms-swift: `HF::owner/name:subset#500`, or a path."""
 
@@ -45,8 +50,19 @@ def map_axolotl_source(entry: dict[str, Any]) -> dict[str, Any]:
         source["subset"] = entry["name"]
     if entry.get("split"):
         source["split"] = entry["split"]
-    row_format = AXOLOTL_FORMATS.get(str(entry.get("type")))
-    return {**source, **({"format": row_format} if row_format else {})}
+    if row_format := AXOLOTL_FORMATS.get(str(entry.get("type"))):
+        source["format"] = row_format
+    named = {column: entry[name] for name, column in AXOLOTL_COLUMNS.items() if entry.get(name)}
+    # Both names of messages are detected.
+    columns = {column: name for column, name in named.items() if name not in (column, "messages", "conversations")}
+    return {**source, "columns": columns} if columns else source
+
+
+def _has_read_keys(name: str, option: Any) -> bool:
+    """Return whether an option of an axolotl source names keys of messages that are read without it."""
+    if name == "message_property_mappings" and isinstance(option, dict):
+        return all(key in READ_MESSAGE_KEYS.get(part, ()) for part, key in option.items())
+    return option in READ_MESSAGE_KEYS.get(name.removeprefix("message_field_"), ())
 
 
 def list_axolotl_left_out(run: ParsedRun, value: Any) -> dict[str, str]:
@@ -62,7 +78,7 @@ def list_axolotl_left_out(run: ParsedRun, value: Any) -> dict[str, str]:
                 left_out[f"type = alpaca of {entry['path']}"] = (
                     "axolotl writes Alpaca's prompt around a question. Here the question is a turn of the chat template"
                 )
-            elif name not in ("path", "name", "split", "type"):
+            elif name not in CARRIED_OF_AXOLOTL and not _has_read_keys(name, option):
                 left_out[f"{name} = {option} of {entry['path']}"] = (
                     "sources have path, subset, split, format and columns"
                 )

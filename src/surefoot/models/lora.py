@@ -23,6 +23,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers import PreTrainedModel
 
 from surefoot.config import RunConfig
+from surefoot.config.schema import REGULAR_EXPRESSION
 from surefoot.errors import ModelError
 from surefoot.models.decoder_layers import decoder_of, indexer_names
 from surefoot.models.dtensor_blocks import block_of
@@ -101,7 +102,7 @@ def find_targets(model: PreTrainedModel, targets: Iterable[str]) -> LoraTargets:
 
     A name matches a linear module or an expert parameter whose full name equals it or ends with `.name`. Modules of a
     vision tower, and of indexers, which nothing trains, are matched by full name only, because some have the same names
-    as modules of the decoder.
+    as modules of the decoder. A regular expression matches full names, as in PEFT, of all but routers and indexers.
     Raises: ModelError for a target that matches nothing, with the nearest names.
     """
     groups, stacks = _collect_groups(model), dict(expert_stacks(model))
@@ -111,6 +112,10 @@ def find_targets(model: PreTrainedModel, targets: Iterable[str]) -> LoraTargets:
     for target in targets:
         if target in groups:
             matches = set(groups[target])
+        elif REGULAR_EXPRESSION.search(target):
+            pattern = re.compile(target)
+            matches = {name for name in linears | stacks.keys() if pattern.fullmatch(name)}
+            matches -= {*groups["router"], *untrained}
         else:
             # `down_proj` means the linear layers; stacks of experts are named with their module: `experts.down_proj`.
             named = linears | (stacks.keys() if "." in target else set())
@@ -219,6 +224,12 @@ def _describe_missing_target(target: str, groups: dict[str, list[str]], model: P
         )
     names = adaptable_names(model)
     names -= _in_indexers(model, names)
+    if REGULAR_EXPRESSION.search(target):
+        shown = [name for name in sorted(names) if IN_LAYER.search(name)][:2]
+        return (
+            f"target_modules: '{target}' matches nothing in {model_name}. It is matched with whole names, as in PEFT. "
+            f"They are like {' and '.join(shown) or ', '.join(sorted(names)[:2])}. Groups: {', '.join(GROUPS)}."
+        )
     endings = {".".join(name.split(".")[-2:]) for name in names} | {name.split(".")[-1] for name in names}
     near = difflib.get_close_matches(target, [*GROUPS, *sorted(endings)], n=5, cutoff=0.4)
     leaf_names = sorted({name.split(".")[-1] for name in names})
