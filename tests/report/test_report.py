@@ -22,7 +22,7 @@ from surefoot.diagnostics.report.page import SCRIPT
 from surefoot.diagnostics.report.run_history import _collect_ledger
 from surefoot.errors import ConfigError
 from surefoot.findings import Finding
-from surefoot.training.run_summary import FindingLog
+from surefoot.training.run_summary import FindingLog, read_result
 from tests.support.data import counting_rows, write_jsonl
 from tests.support.processes import surefoot
 
@@ -80,6 +80,9 @@ def test_the_page_is_one_small_file(run_folder: Path) -> None:
     assert re.findall(r"<h2>(SF\d+) [^<]*\(in an earlier start\)</h2>", text) == ["SF101"]
     for shown in ("mixtral", "sft, lora", "rows.jsonl", "adapter"):
         assert f"<dd>{shown}</dd>" in text
+    shown = dict(re.findall(r"<dt>([^<]*)</dt><dd>([^<]*)</dd>", text))
+    assert re.fullmatch(r"\d+:\d\d", shown["duration"])
+    assert float(shown["held-out loss"]) == pytest.approx(read_result(run_folder).evaluation["eval_loss"], abs=1e-3)
     own = re.search(r"<h2>Settings that are not the defaults</h2><table>(.*?)</table>", text, re.S)
     assert own is not None
     values = dict(re.findall(r"<tr><td>(\w+)</td><td>(.*?)</td></tr>", own[1]))

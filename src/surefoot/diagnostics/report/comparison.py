@@ -6,7 +6,7 @@ from pathlib import Path
 
 from surefoot.diagnostics.report.charts import Spec, draw_comparison
 from surefoot.diagnostics.report.page import Page, format_number, load_chart_script, render_table
-from surefoot.diagnostics.report.run_history import Row, RunHistory, read_run_history
+from surefoot.diagnostics.report.run_history import Row, RunHistory, last_value, read_run_history
 from surefoot.errors import ConfigError
 from surefoot.system.atomic_io import write_text
 
@@ -77,17 +77,13 @@ def _results(runs: Mapping[str, RunHistory]) -> dict[str, list[str]]:
         "steps": lambda run: str(run.steps[-1]["step"]) if run.steps else "0",
         "mean training loss": lambda run: format_number(run.summary.get("train_loss"), ".4f"),
         "last loss": lambda run: format_number(run.steps[-1]["loss"], ".4f") if run.steps else "",
-        "last held-out loss": lambda run: format_number(_last(run.evaluations, "eval_loss"), ".4f"),
-        "last reward": lambda run: format_number(_last(run.rollouts, "reward"), ".3f"),
+        "last held-out loss": lambda run: format_number(last_value(run.evaluations, "eval_loss"), ".4f"),
+        "last reward": lambda run: format_number(last_value(run.rollouts, "reward"), ".3f"),
         "tokens/s": lambda run: format_number(run.summary.get("tokens_per_second"), ".0f"),
         "findings": lambda run: " ".join(finding.code for finding in run.explanation.findings),
     }
     rows = {name: [text_of(run) for run in runs.values()] for name, text_of in shown.items()}
     return {name: cells for name, cells in rows.items() if any(cells)}
-
-
-def _last(rows: Sequence[Row], field: str) -> object:
-    return next((row[field] for row in reversed(rows) if row.get(field) is not None), None)
 
 
 def _differences(runs: Mapping[str, RunHistory]) -> dict[str, list[str]]:

@@ -11,8 +11,9 @@ from pydantic_core import to_jsonable_python
 from surefoot.config.methods import known_fields
 from surefoot.diagnostics.report.charts import charts
 from surefoot.diagnostics.report.page import Page, format_number, load_chart_script, render_table
-from surefoot.diagnostics.report.run_history import Row, RunHistory, read_run_history
+from surefoot.diagnostics.report.run_history import Row, RunHistory, last_value, read_run_history
 from surefoot.system.atomic_io import write_text
+from surefoot.system.console import format_time_left
 
 REPORT = "report.html"
 PROMPT_SHOWN, COMPLETION_SHOWN = 300, 2000
@@ -87,13 +88,25 @@ def _render_summary(history: RunHistory) -> str:
             if history.rollouts
             else {"last loss": format_number(history.steps[-1]["loss"], ".4f") if history.steps else ""}
         ),
+        "held-out loss": format_number(last_value(history.evaluations, "eval_loss"), ".4f"),
+        "duration": _measure_duration(history),
         "tokens/s": format_number(summary.get("tokens_per_second"), ".0f"),
         "peak memory": format_number(_convert_to_gib(summary.get("peak_memory_bytes")), ".2f", " GiB"),
         "ranks": len(history.explanation.ranks),
         "artifact": _name_within(summary.get("artifact"), history.explanation.run_folder),
     }
-    terms = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(str(value))}</dd></div>" for name, value in shown.items())
+    terms = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(str(value))}</dd></div>"
+        for name, value in shown.items()
+        if value != ""
+    )
     return f"<section><dl>{terms}</dl></section>"
+
+
+def _measure_duration(history: RunHistory) -> str:
+    """Return the time from the run's beginning to the last event that was recorded; empty if none was."""
+    ends_min = [row["ended_min"] for row in history.events]
+    return format_time_left(60 * max(ends_min)) if ends_min else ""
 
 
 def _name_within(path: Any, run_folder: Path) -> str:

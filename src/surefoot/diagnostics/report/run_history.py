@@ -118,6 +118,11 @@ def read_run_history(run_folder: Path) -> RunHistory:
     )
 
 
+def last_value(rows: Sequence[Row], field: str) -> object:
+    """Return the last value of a field; None if no row has it."""
+    return next((row[field] for row in reversed(rows) if row.get(field) is not None), None)
+
+
 def _read_settings(run_folder: Path) -> Row:
     try:
         settings, _ = saved_config(run_folder)
