@@ -450,6 +450,47 @@ def test_calls_beside_tools_only_and_calls_in_words() -> None:
     assert with_template(dropping).render(Conversation(talk("q", lost))).oddities & Oddity.LOST_REASONING
 
 
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n"
+    "{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+"""A template that writes a thought before every answer, as Qwen3.8's."""
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_odd"),
+    [
+        (Message("assistant", "<think>\nwhy\n</think>\n\nso"), True),
+        (Message("assistant", "so", reasoning="why"), False),
+        (Message("assistant", "so: <think> begins a thought"), False),
+    ],
+)
+def test_an_empty_thought_before_one_in_the_content_is_noticed(answer: Message, is_odd: bool) -> None:
+    text = with_template(THINKING).render(Conversation((Message("user", "q"), answer)))
+    assert bool(text.oddities & Oddity.LOST_REASONING) == is_odd
+
+
+def test_a_template_that_writes_the_ids_of_calls_needs_ids_that_hold_the_names() -> None:
+    """As Kimi K2's."""
+    template = (
+        "{{ tools | tojson }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}[{{ c.id }}]{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    name = CALL["function"]["name"]
+    renderer = with_template(template)
+
+    def asking(number: str) -> Conversation:
+        return Conversation(
+            (Message("user", "sun?"), Message("assistant", "", ({**CALL, "id": number},))), tools=(TOOL,)
+        )
+
+    assert renderer.render(asking(f"functions.{name}:0")).spans
+    with pytest.raises(BadRow, match=rf"ids of calls instead \('call_1'\).*functions\.{name}:0"):
+        renderer.render(asking("call_1"))
+
+
 def test_wide_bars_are_special_too() -> None:
     tokenizer = copy.deepcopy(tokenizer_of("qwen2.5"))
     tokenizer.add_tokens(["<｜Assistant｜>"])

@@ -86,6 +86,22 @@ def test_a_header_behind_a_result_that_the_prompt_lacks_is_not_trained() -> None
     assert text.text[text.spans[1].begin : text.spans[1].end] == "yes<|im_end|>"
 
 
+def test_words_that_stand_behind_a_result_are_named_where_no_header_follows() -> None:
+    """As in another version of Gemma 4's template."""
+    tokenizer = copy.deepcopy(tokenizer_of("qwen2.5"))
+    tokenizer.chat_template = (
+        "{{ tools | tojson }}{% for m in messages %}{% if m.role == 'tool' %}[{{ m.content }}]"
+        "{{ messages[loop.index0 - 1].content }}{% if loop.last %}<|im_end|>\n{% endif %}"
+        "{% elif m.tool_calls %}<|im_start|>{{ m.role }}\n{{ m.tool_calls[0].function | tojson }}"
+        "{% elif loop.index0 and messages[loop.index0 - 1].role == 'tool' %}{{ m.content }}<|im_end|>\n"
+        "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|im_start|>assistant\n{% endif %}"
+    )
+    looking = replace(CALLED, content="let me look")
+    with pytest.raises(BadRow, match="message 2 behind the message that follows"):
+        template_of("qwen2.5", tokenizer).render(Conversation((ASKED, looking, SHOWN, ANSWERED), tools=(TOOL,)))
+
+
 def test_an_empty_answer_ends_at_its_own_end() -> None:
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content %}: {{ m.content }}{% endif %}<|im_end|>\n"

@@ -1,12 +1,16 @@
 """LoRA parameters: where they go, what they start from, and that their arithmetic is right."""
 
+import json
+import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 from transformers import (
@@ -307,8 +311,6 @@ def test_full_tuning_trains_everything_in_float32(model_folder: Callable[[str], 
 def test_a_checkpoint_that_does_not_fill_the_model_is_refused(
     model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    import shutil
-
     from safetensors.torch import load_file, save_file
 
     folder = tmp_path / "broken"
@@ -318,6 +320,22 @@ def test_a_checkpoint_that_does_not_fill_the_model_is_refused(
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"1 .*missing .*layers\.1\.self_attn\.q_proj\.weight"):
         build_model(folder, lora=settings("all"), device=CPU, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(("layers", "is_read"), [(1, True), (None, False)])
+def test_a_layer_that_predicts_further_tokens_is_left_out_if_config_json_declares_it(
+    layers: int | None, is_read: bool, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """As in DeepSeek V3's form with another number of layers, of which transformers ignores only layer 61."""
+    folder = shutil.copytree(model_folder("deepseek_v3"), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": layers}))
+    tensors = load_file(folder / "model.safetensors")
+    last = config["num_hidden_layers"] - 1
+    more = {name.replace(f"layers.{last}.", f"layers.{last + 1}."): value.clone() for name, value in tensors.items()}
+    save_file({**more, **tensors}, folder / "model.safetensors", {"format": "pt"})
+    with nullcontext() if is_read else pytest.raises(ModelError, match=rf"are unknown .*layers\.{last + 1}\."):
+        build_model(folder, lora=settings("attention"), device=CPU, dtype=torch.float32)
 
 
 def test_no_weight_stays_in_the_checkpoint_file(model_folder: Callable[[str], Path]) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, GenerationConfig
 import surefoot
 from surefoot.data.render import answer_ends
 from surefoot.methods.grpo import setup
-from surefoot.training.model_notices import UNNAMED_ENDS
+from surefoot.training.model_notices import NO_SWITCH, UNNAMED_ENDS
 from tests.support.grpo import EagerEngine
 from tests.support.models import CHATML
 
@@ -50,8 +50,11 @@ def test_a_model_that_is_written_names_the_end_of_its_answers(
     base: Path, settings: dict[str, Any], tmp_path: Path, tuning: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     del settings["lora_rank"]
-    run = surefoot.train(settings, model=str(base), tuning=tuning, max_steps=1, save_steps=1).run_folder
-    assert UNNAMED_ENDS.format(OF_TURNS) in capsys.readouterr().err
+    changes = {"model": str(base), "tuning": tuning, "max_steps": 1, "save_steps": 1, "enable_thinking": False}
+    run = surefoot.train(settings, **changes).run_folder
+    notices = capsys.readouterr().err
+    assert UNNAMED_ENDS.format(OF_TURNS) in notices
+    assert NO_SWITCH in notices
     is_lora = tuning == "lora"
     written = [surefoot.export(run, tmp_path / f"at-{step}", merge=is_lora, step=step) for step in (None, 1)]
     for folder in written:

@@ -31,8 +31,10 @@ FLAG_FINDINGS: dict[Oddity, tuple[str, float, str, str]] = {
         "Nothing, if they are meant as text. If the data are already rendered, set parse_special_tokens: true.",
     ),
     Oddity.LOST_REASONING: (
-        "SF509", 0.0, "the chat template does not show the reasoning of the last turn, so it is not trained",
-        "Use a chat template that knows reasoning_content, or write the thoughts into the content.",
+        "SF509", 0.0, "the chat template does not write the reasoning of the last turn as a thought: it leaves it out, "
+        "or writes an empty thought before it",
+        "Move the thoughts from the content into reasoning_content, or the other way round: the template writes one of "
+        "the two. If it writes neither, give another one with chat_template.",
     ),
     Oddity.DROPPED_REASONING: (
         "SF509", 0.0, "the chat template shows no reasoning of earlier turns, so their answers are trained without it",

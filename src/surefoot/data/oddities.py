@@ -11,6 +11,8 @@ LEAKED_CHARACTERS = 20
 _THOUGHT = re.compile(r"<(?!/)[^<>\s]*think[^<>\s]*>|\[THINK\]", re.IGNORECASE)
 """The beginning of a thought, such as `<think>` or `<|START_THINKING|>`; the end of some is found too."""
 
+_EMPTY_THOUGHT_FIRST = re.compile(r"<think>\s*</think>\s*<think>")
+
 
 class Oddity(IntFlag):
     """An oddity, as a bit of a sample's flags in its shard."""
@@ -24,7 +26,7 @@ class Oddity(IntFlag):
     LOOKALIKE = 8
     """Some text looks like a special token."""
     LOST_REASONING = 16
-    """The template omits the last turn's reasoning."""
+    """The template omits the last turn's reasoning, or writes an empty thought before it."""
     DROPPED_REASONING = 32
     """The template shows that, but omits the reasoning of earlier turns whose answers may be trained."""
     EMPTY_ANSWER = 64
@@ -45,7 +47,7 @@ def find_oddities(text: str, conversation: Conversation, *, is_trained: bool, op
     oddities = 0
     if is_trained and len(answer) >= LEAKED_CHARACTERS and any(answer in message.content for message in context):
         oddities |= Oddity.ANSWER_IN_PROMPT
-    if any(_get_reasoning(message) not in text for message in newest):
+    if any(_get_reasoning(message) not in text for message in newest) or _closes_thought_twice(text, conversation):
         oddities |= Oddity.LOST_REASONING
     elif any(_get_reasoning(message) not in text for message in earlier if message.weight != 0):
         oddities |= Oddity.DROPPED_REASONING
@@ -61,6 +63,12 @@ def opens_thought(prompt: str) -> bool:
     """Return whether a generation prompt ends with the beginning of a thought."""
     thoughts = list(_THOUGHT.finditer(prompt))
     return bool(thoughts) and "END" not in thoughts[-1][0] and not prompt[thoughts[-1].end() :].strip()
+
+
+def _closes_thought_twice(text: str, conversation: Conversation) -> bool:
+    """Return whether the template writes an empty thought before a thought that stands in the content of an answer."""
+    has_thought = any(message.role == "assistant" and "<think>" in message.content for message in conversation.messages)
+    return has_thought and _EMPTY_THOUGHT_FIRST.search(text) is not None
 
 
 def _get_last_exchange(conversation: Conversation) -> Sequence[Message]:

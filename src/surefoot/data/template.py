@@ -190,10 +190,17 @@ class ChatTemplate:
         for name, count in names.items():
             word = re.compile(rf"(?<!\w){re.escape(name)}(?!\w)")
             if len(word.findall(span)) < len(word.findall(answer)) + count:
+                ids = [str(call.get("id")) for call in message.tool_calls if call["function"]["name"] == name]
+                advice = (
+                    f"It writes the ids of calls instead ({ids[0][:40]!r}): give ids that hold the name as its model's "
+                    f"documentation shows, such as functions.{name}:0"
+                    if all(number in span for number in ids)
+                    else "Use a model whose template knows tools, give one with chat_template, or write the call as "
+                    "text in `content`, as the model's documentation shows"
+                )
                 raise BadRow(
                     f"the chat template does not show {'the call' if count == 1 else f'all {count} calls'} of '{name}' "
-                    f"in message {index + 1}. Use a model whose template knows tools, give one with chat_template, or "
-                    "write the call as text in `content`, as the model's documentation shows"
+                    f"in message {index + 1}. {advice}"
                 )
 
     def _build_text(

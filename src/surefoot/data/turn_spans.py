@@ -83,7 +83,18 @@ class TurnFinder:
                     return begin
         elif self.text.startswith(prompt := self._template.render(before, self._tools, add_generation_prompt=True)):
             return len(prompt)
+        for earlier, message in enumerate(before):
+            if message.role == "assistant":
+                self._check_order(earlier, self._locate(_content_mark(earlier + 1)))
         raise self._cannot_separate(index)
+
+    def _check_order(self, index: int, next_begin: int) -> None:
+        """Raise BadRow if words or calls of a message stand behind `next_begin`, unless that is negative: unknown."""
+        if 0 <= next_begin < max(map(self._locate, _marks_of(self._messages[index], index)), default=0):
+            raise BadRow(
+                f"the chat template writes words or calls of message {index + 1} behind the message that follows, so "
+                "they cannot be trained as one turn. Split the message, or give another template with chat_template"
+            )
 
     def _find_begin_behind(self, anchor: int, index: int, context: Sequence[Message]) -> int | None:
         """Return where turn `index` begins: behind the mark at `anchor`, in the last message of `context`."""
@@ -134,12 +145,8 @@ class TurnFinder:
         next_mark = self._locate(_content_mark(index + 1))
         if next_mark >= 0:
             limit = min(limit, next_mark)
+        self._check_order(index, limit)
         pieces = [self._locate(mark) for mark in _marks_of(message, index)]
-        if max(pieces, default=0) > limit:
-            raise BadRow(
-                f"the chat template writes words or calls of message {index + 1} behind the message that follows, so "
-                "they cannot be trained as one turn. Split the message, or give another template with chat_template"
-            )
         if pieces and min(pieces) >= 0:
             end = self._ends.find_first(self.text, max(pieces), limit)
         elif next_mark >= 0 or index == len(self._messages) - 1:

@@ -126,13 +126,23 @@ def embed_images(
     rank, without which FSDP would sum its gradients at another time there, and the ranks would wait for ever.
     Shapes: ids [R, n].
     """
-    features = model.base_model.get_image_features(**tensors, return_dict=True)
+    features = _image_features(model, tensors)
     if not is_blank:
         return {"input_ids": ids, **_token_types(model, ids), "mm_encoder_outputs": {"image": features}}
     layers = [_image_vectors(model, features), *(getattr(features, "deepstack_features", None) or ())]
     nothing = torch.stack([part.float().sum() for layer in layers for part in layer]).sum() * 0.0
     embeddings = model.get_input_embeddings()(ids)
     return {"input_ids": None, "inputs_embeds": embeddings + nothing.to(embeddings.dtype)}
+
+
+def _image_features(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the tower's output. Pixels of a smaller type than its weights are widened: Llama 4's are in bfloat16."""
+    dtype = next(model.get_encoder(modality="image").parameters()).dtype
+    widened = {
+        name: tensor.to(torch.promote_types(tensor.dtype, dtype)) if tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
+    return model.base_model.get_image_features(**widened, return_dict=True)
 
 
 def _image_vectors(model: PreTrainedModel, features: Any) -> Any:
@@ -148,7 +158,7 @@ def check_tower(model: PreTrainedModel, tensors: Mapping[str, Tensor], num_token
     `tensors`: see `embed_images`. Raises: ModelError.
     """
     try:
-        parts = _image_vectors(model, model.base_model.get_image_features(**tensors, return_dict=True))
+        parts = _image_vectors(model, _image_features(model, tensors))
     except torch.OutOfMemoryError:
         raise
     except BAD_CONFIG as error:

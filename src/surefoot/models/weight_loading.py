@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -99,7 +100,7 @@ def load_weights(
             f"{', in the part of this rank' if is_sharded else ''})"
             for name, stored, own in sorted(info["mismatched_keys"])
         ],
-        "unknown": sorted(info["unexpected_keys"]),
+        "unknown": [name for name in sorted(info["unexpected_keys"]) if not _predicts_further_tokens(name, config)],
     }
     if any(".experts" in name for name in (*problems["missing"], *problems["of another shape"])):
         check_single_experts(CheckpointWeights(folder).weights)
@@ -112,6 +113,17 @@ def load_weights(
     if weight_format is not FLOAT:
         model.hf_quantizer.remove_quantization_config(model)  # a model that is written has its own types
     return model
+
+
+def _predicts_further_tokens(name: str, config: PreTrainedConfig) -> bool:
+    """Return whether a weight is of the layers behind the decoder's last that config.json declares to predict tokens.
+
+    transformers builds none of them, and ignores those of some releases by their numbers.
+    """
+    text = config.get_text_config()
+    number = re.search(r"\blayers\.(\d+)\.", name)
+    last, more = text.num_hidden_layers, getattr(text, "num_nextn_predict_layers", None) or 0
+    return number is not None and last <= int(number[1]) < last + more
 
 
 def _streamed(

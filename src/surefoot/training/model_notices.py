@@ -26,6 +26,9 @@ UNNAMED_ENDS = (
 )
 
 
+NO_SWITCH = "enable_thinking: the chat template does not read it, so it changes nothing"
+
+
 def describe_model(
     train_context: TrainContext, config: RunConfig, base: Path, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[str]:
@@ -41,6 +44,8 @@ def describe_model(
         yield from _describe_adapter(meta_model(base), lora.targets)
     if unnamed := answer_ends(tokenizer, config.template_variables) - end_tokens(train_context.model, tokenizer):
         yield UNNAMED_ENDS.format(", ".join(tokenizer.convert_ids_to_tokens(sorted(unnamed))))
+    if config.enable_thinking is not None and "enable_thinking" not in str(tokenizer.chat_template):
+        yield NO_SWITCH
     if train_context.objective.holds_all_logits:
         yield ALL_LOGITS
 
