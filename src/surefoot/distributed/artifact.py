@@ -36,7 +36,7 @@ def write_trained_adapter(
     `base`: name or folder of its base model. Rank 0 holds one parameter at a time. `card`: text of its README.md.
     Collective. Raises: StorageError.
     """
-    tensors: dict[str, Tensor] = {**trainable_parameters(model)}
+    tensors = dict[str, Tensor](trainable_parameters(model))
     tensors |= {name: get_tensor(model, name) for name in tensors_beside(model, tensors)}
 
     def write(folder: Path, shapes: Mapping[str, torch.Size], values: Values) -> None:
@@ -59,7 +59,7 @@ def write_trained_model(
     `base`: folder of the base model. Rank 0 holds one layer at a time. `card`: text of its README.md. Collective.
     Raises: StorageError.
     """
-    tensors: dict[str, Tensor] = {**dict(model.named_parameters())}
+    tensors = dict[str, Tensor](model.named_parameters())
     tensors |= {name: get_tensor(model, name) for name in stored_buffers(model)}
 
     def write(folder: Path, shapes: Mapping[str, torch.Size], values: Values) -> None:

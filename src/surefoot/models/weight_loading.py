@@ -120,10 +120,11 @@ def _predicts_further_tokens(name: str, config: PreTrainedConfig) -> bool:
 
     transformers builds none of them, and ignores those of some releases by their numbers.
     """
-    text = config.get_text_config()
-    number = re.search(r"\blayers\.(\d+)\.", name)
-    last, more = text.num_hidden_layers, getattr(text, "num_nextn_predict_layers", None) or 0
-    return number is not None and last <= int(number[1]) < last + more
+    text, number = config.get_text_config(), re.search(r"\blayers\.(\d+)\.", name)
+    declared = getattr(text, "num_nextn_predict_layers", None)
+    if number is None or not isinstance(declared, int):
+        return False
+    return 0 <= int(number[1]) - int(text.num_hidden_layers) < declared
 
 
 def _streamed(
