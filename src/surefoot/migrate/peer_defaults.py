@@ -7,6 +7,7 @@ from surefoot.migrate.field_map import find_peer_schedule, is_null
 from surefoot.migrate.imported_run import ImportedRun
 from surefoot.migrate.parsed_run import ParsedRun
 from surefoot.migrate.peer_tables import (
+    AXOLOTL_MOST_WARMUP,
     DEFAULT_NOTES,
     DEFAULTS,
     GRPO_DEFAULTS,
@@ -41,6 +42,9 @@ def collect_defaults(imported: ImportedRun) -> dict[str, Any]:
         counts = [imported.get_value(name, 1) for name in ("per_device_train_batch_size", "nproc_per_node", "nnodes")]
         if all(isinstance(count, int) and count > 0 for count in counts):
             defaults["gradient_accumulation_steps"] = -(-SWIFT_BATCH // prod(counts))
+    max_steps = imported.get_value("max_steps")
+    if run.program == "axolotl" and isinstance(max_steps, int) and max_steps > 0:  # otherwise it is not known here
+        defaults["warmup_steps"] = min(int(defaults.pop("warmup_ratio") * max_steps), AXOLOTL_MOST_WARMUP)
     if run.program == "LLaMA-Factory" and "vl" in str(run.settings.get("template", "")):
         defaults |= {"max_pixels": 768 * 768, "min_pixels": 32 * 32}
     visible = run.environment.get("CUDA_VISIBLE_DEVICES")
@@ -51,6 +55,7 @@ def collect_defaults(imported: ImportedRun) -> dict[str, Any]:
         "max_length": is_trl and is_null(run.settings.get("max_length", 0)),
         "dataset_dir": str(run.settings.get("dataset_dir")).upper().startswith(("ONLINE", "REMOTE:")),
         "warmup_ratio": "warmup_steps" in settings or find_peer_schedule(run) == "constant",
+        "warmup_steps": "warmup_ratio" in settings or find_peer_schedule(run) == "constant",
         "gradient_accumulation_steps": "global_batch_size" in settings,
         "save_steps": run.settings.get("save_strategy", "steps") != "steps",
         "lora_dropout": is_grpo,  # Surefoot's GRPO refuses LoRA dropout
@@ -79,6 +84,7 @@ def note_peer_defaults(imported: ImportedRun) -> None:
     run = imported.source
     explicit = {name for name, (_, origin) in imported.settings.items() if not origin.startswith("default of")}
     explicit |= {"nproc_per_node"} & imported.settings.keys()
+    explicit |= {"warmup_ratio"} if "warmup_ratio" not in imported.settings else set()
     explicit |= {"save_steps"} if "saves_per_epoch" in run.settings else set()
     notes = DEFAULT_NOTES.get(run.program, {})
     if run.method != "sft":

@@ -58,6 +58,8 @@ TRL_WITH_VLLM: Settings = {"importance_correction": "sequence_mask", "importance
 """TRL's further defaults for GRPO with vLLM."""
 SWIFT_3_SAMPLING: Settings = {"top_k": 50, "top_p": 0.9}
 """Further defaults for GRPO of ms-swift before 4.1."""
+AXOLOTL_MOST_WARMUP = 100
+"""Most steps of axolotl's default warm-up."""
 SWIFT_BATCH = 16
 """Number of samples per step that ms-swift accumulates to by default."""
 
@@ -73,6 +75,8 @@ DEFAULT_NOTES: dict[str, dict[str, str]] = {
     },
     "axolotl": {
         "nproc_per_node": "axolotl starts a process for each visible GPU: set the number of processes",
+        "warmup_ratio": "axolotl's default is 3 % of the run, but at most 100 steps: for more than 3,333 steps set "
+        "warmup_steps: 100",
         "save_steps": "axolotl saves a checkpoint at the end of each epoch. Here one is saved every 100 steps",
     },
     "TRL": {
