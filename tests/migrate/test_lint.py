@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -221,10 +222,23 @@ def test_half_precision_of_a_deepspeed_file_is_odd(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "is_noted"),
     [("--model Qwen/Qwen3-30B-A3B", True), ("--model Qwen/Qwen3-8B", False),
-     ("--model Qwen/Qwen3-30B-A3B --target_modules all-linear all-router", False),
+     ("--model Qwen/Qwen3-30B-A3B --target_modules all-linear all-router", True),
      ("--model Qwen/Qwen3-30B-A3B --target_modules q_proj", False),
      ("--model Qwen/Qwen3-30B-A3B --train_type full", False)],
 )  # fmt: skip
-def test_routers_that_are_linear_layers_there_are_told_of(words: str, is_noted: bool) -> None:
+def test_experts_and_routers_are_no_linear_layers(words: str, is_noted: bool) -> None:
     run = import_command(f"swift sft --dataset rows.jsonl {words}")
-    assert any(what.startswith("routers") for what in run.left_out) == is_noted
+    assert any(what.startswith("experts") for what in run.left_out) == is_noted
+
+
+@pytest.mark.parametrize(
+    ("config", "targets"),
+    [({"num_local_experts": 8}, "linear"), ({"text_config": {"num_experts": 4}}, "linear"),
+     ({"num_experts": 0}, "all"), ({}, "all")],
+)  # fmt: skip
+def test_a_local_config_says_whether_a_model_has_experts(config: dict[str, Any], targets: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "my-moe"  # whatever its name
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    run = import_file(tmp_path / "run.sh", "swift sft --model my-moe --dataset rows.jsonl\n")
+    assert run.settings["target_modules"][0] == targets

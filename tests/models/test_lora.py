@@ -142,6 +142,7 @@ def test_initial_values_depend_on_seed_and_name_alone() -> None:
         ("experts", 0, 4, 0),
         ("router", 0, 0, 2),
         ("all", 14, 4, 0),
+        ("linear", 14, 0, 0),
         ("q_proj", 2, 0, 0),
         ("down_proj", 2, 0, 0),
         ("experts.down_proj", 0, 2, 0),

@@ -192,9 +192,10 @@ class RunConfig(BaseModel):
     use_rslora: bool = False
     """Rank-stabilised scaling."""
     target_modules: str | list[str] = "all"
-    """What LoRA adapts: groups (attention, mlp, experts, router, all, vision) or names. `router` trains the routers in
-    full. `vision` is the vision tower with what merges its patches; it is not in `all`. A regular expression matches
-    full names as in PEFT: `.*layers\\.[0-3]\\.self_attn\\.[qv]_proj`."""
+    """What LoRA adapts: groups (attention, mlp, linear, experts, router, all, vision) or names. `linear` is attention
+    and mlp, `all` the experts too. `router` trains the routers in full. `vision` is the vision tower with what merges
+    its patches; it is not in `all`. A regular expression matches full names as in PEFT:
+    `.*layers\\.[0-3]\\.self_attn\\.[qv]_proj`."""
     freeze_vision_tower: bool = True
     """Whether full fine-tuning leaves the vision tower and its patch merger unchanged."""
     init_adapter: str | None = None

@@ -35,7 +35,7 @@ from surefoot.migrate.peer_tables import (
 from surefoot.migrate.rollout_engine import choose_rollout_engine
 from surefoot.migrate.sharding import check_deepspeed_config, read_deepspeed_settings
 from surefoot.migrate.sources import list_axolotl_left_out, list_swift_left_out, note_hub_of_model
-from surefoot.migrate.trained_modules import choose_trained_modules, leave_out_expert_dropout, note_routers
+from surefoot.migrate.trained_modules import choose_linear_targets, choose_trained_modules, leave_out_expert_dropout
 
 VARIABLES = {
     "NPROC_PER_NODE": "nproc_per_node",
@@ -79,8 +79,8 @@ def convert(run: ParsedRun) -> ImportedRun:
     note_peer_defaults(imported)
     _carry_max_samples(imported)
     choose_trained_modules(imported)
+    choose_linear_targets(imported)
     leave_out_expert_dropout(imported)
-    note_routers(imported)
     _leave_out_redundant_evaluation(imported)
     check_deepspeed_config(imported)
     _set_rendezvous_endpoint(imported)

@@ -7,14 +7,13 @@ from typing import Any
 
 from surefoot.findings import Finding
 from surefoot.migrate.field_map import parse_number
+from surefoot.migrate.model_kind import is_moe
 from surefoot.migrate.parsed_run import ParsedRun
 
 LARGEST_CARD_GB = 141
 GATHERED_GB = 40
 """Size from which a gathered model leaves too little memory for training: half of an 80 GB GPU."""
 BILLIONS = re.compile(r"(\d+(?:\.\d+)?)\s*[bB](?![a-zA-Z0-9])")
-MOE_NAME = re.compile(r"(?i)moe|mixtral|\dB-A\d")
-"""Name of a Mixture-of-Experts model, as in Qwen1.5-MoE-A2.7B and Qwen3-30B-A3B."""
 DAY_S = 86_400
 DTYPE_SETTINGS = ("torch_dtype", "dtype", "mixed_precision", "bnb_4bit_compute_dtype")
 HALF_NAMES = ("float16", "fp16", "half")
@@ -32,7 +31,7 @@ def lint(run: ParsedRun, *, is_zero3: bool, is_fp16: bool = False) -> Iterator[F
     uses_vllm = settings.get("use_vllm") is True
     if uses_vllm:
         yield from _lint_engine(run, settings, model_gb)
-    if is_zero3 and MOE_NAME.search(model):
+    if is_zero3 and is_moe(run, model):
         yield _make_expert_gather_finding(run.program, settings.get("ddp_timeout"))
     if uses_vllm and is_zero3 and model_gb > GATHERED_GB and "move_model_batches" not in settings:
         yield _make_finding(

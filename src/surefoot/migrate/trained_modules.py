@@ -3,15 +3,21 @@
 from surefoot.errors import ConfigError
 from surefoot.migrate.field_map import as_list, parse_number
 from surefoot.migrate.imported_run import ImportedRun
-from surefoot.migrate.lint import MOE_NAME
+from surefoot.migrate.model_kind import has_vision_tower, is_moe
 
 LORA_SETTINGS = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "use_rslora")
+TRAIN_TOWERS = frozenset({"TRL", "axolotl"})
+"""Programs that train the vision tower of a model unless told otherwise, in full and as part of all linear layers."""
 
 
 def choose_trained_modules(imported: ImportedRun) -> None:
     """Decide whether the vision tower is trained, and leave out LoRA settings in full training."""
-    is_full = imported.get_value("tuning") == "full"
+    is_full, program = imported.get_value("tuning") == "full", imported.program
     freeze_tower = imported.settings.pop("freeze_vision_tower", None)
+    has_tower = has_vision_tower(imported.source, str(imported.get_value("model", "")))
+    trains_all = is_full or "all" in as_list(imported.get_value("target_modules", "all"))
+    if freeze_tower is None and has_tower and trains_all and program in TRAIN_TOWERS:
+        freeze_tower = (False, f"default of {program}")
     for name in ("freeze_llm", "freeze_language_model"):
         if parse_number(imported.source.settings.get(name)) is True:
             _train_vision_tower_only(
@@ -45,25 +51,26 @@ def _train_vision_tower_only(imported: ImportedRun, name: str, *, is_full: bool,
     imported.settings["target_modules"] = (["vision"], f"{name} of {where}")
 
 
-def note_routers(imported: ImportedRun) -> None:
-    """Record that `all` linear layers of a Mixture-of-Experts include the routers in some peers."""
-    name = str(imported.get_value("model", ""))
-    targets = as_list(imported.get_value("target_modules", ""))
-    if (
-        imported.get_value("tuning") == "lora"
-        and MOE_NAME.search(name)
-        and "all" in targets
-        and "router" not in targets
-    ):
-        imported.left_out["routers, among all linear layers"] = (
-            f"with transformers 4, where routers are linear layers, {imported.program} adapts them too. To do the "
-            "same, set target_modules: [all, router]"
-        )
+def choose_linear_targets(imported: ImportedRun) -> None:
+    """Adapt neither experts nor routers as part of `all` linear layers, as peers with transformers 5 do."""
+    targets = [str(target) for target in as_list(imported.get_value("target_modules", ""))]
+    if imported.get_value("tuning") != "lora" or "all" not in targets or not _is_moe(imported):
+        return
+    chosen = ["linear" if target == "all" else target for target in targets]
+    origin = imported.settings["target_modules"][1]
+    imported.settings["target_modules"] = (chosen[0] if len(chosen) == 1 else chosen, origin)
+    imported.left_out["experts, among all linear layers"] = (
+        f"with transformers 5 experts and routers are no linear layers, and {imported.program} adapts neither. With "
+        "transformers 4 it adapts both: set target_modules: [all, router] for that"
+    )
 
 
 def leave_out_expert_dropout(imported: ImportedRun) -> None:
     """Leave out LoRA dropout if experts are adapted: as in PEFT, LoRA on stacked experts has no dropout."""
     targets = as_list(imported.get_value("target_modules", "all"))
-    is_moe = MOE_NAME.search(str(imported.get_value("model", "")))
-    if is_moe and imported.get_value("lora_dropout") and {"all", "experts"} & {str(target) for target in targets}:
+    if imported.get_value("lora_dropout") and any("experts" in str(target) for target in targets):
         imported.leave_out("lora_dropout", "LoRA on experts has no dropout: they are computed as one grouped product")
+
+
+def _is_moe(imported: ImportedRun) -> bool:
+    return is_moe(imported.source, str(imported.get_value("model", "")))

@@ -33,7 +33,7 @@ from surefoot.models.quantization.base import FLOAT, WeightFormat, keep_stored
 from surefoot.models.routing import router_weight_owners
 from surefoot.models.vision import vision_parts
 
-GROUPS = ("attention", "mlp", "experts", "router", "all", "vision")
+GROUPS = ("attention", "mlp", "linear", "experts", "router", "all", "vision")
 IN_LAYER = re.compile(r"\.\d+\.", re.ASCII)
 OF_ONE_EXPERT = re.compile(r"\bexperts\.\d+\.", re.ASCII)
 """Name of a linear layer in a list of experts that are modules of their own."""
@@ -98,7 +98,7 @@ class LoraTargets:
 
 
 def find_targets(model: PreTrainedModel, targets: Iterable[str]) -> LoraTargets:
-    """Resolve groups (attention, mlp, experts, router, all, vision) and names to modules and parameters of `model`.
+    """Resolve groups (`GROUPS`) and names to modules and parameters of `model`.
 
     A name matches a linear module or an expert parameter whose full name equals it or ends with `.name`. Modules of a
     vision tower, and of indexers, which nothing trains, are matched by full name only, because some have the same names
@@ -185,7 +185,8 @@ def _collect_groups(model: PreTrainedModel) -> dict[str, list[str]]:
         if name in linears and name.startswith(prefix) and (group := _group_of(name, module)) is not None:
             groups[group].append(name)
     groups["experts"] += [name for name, _ in expert_stacks(model)]
-    groups["all"] = groups["attention"] + groups["mlp"] + groups["experts"]
+    groups["linear"] = groups["attention"] + groups["mlp"]
+    groups["all"] = groups["linear"] + groups["experts"]
     return groups
 
 
