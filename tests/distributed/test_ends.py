@@ -419,7 +419,7 @@ def test_data_that_cannot_be_prepared_end_all_ranks(two_ranks: dict[str, Any], t
     data = write_jsonl(tmp_path / "big.jsonl", [*rows, {"messages": []}])
     settings = {**two_ranks, "max_steps": 100_000, "dataset": str(data), "shuffle": False, "save_steps": 0}
     process = start(settings)
-    _, stderr = process.communicate(timeout=150)
+    _, stderr = process.communicate(timeout=400)  # 45 s on two quiet cores; with fewer rows no step is done before
     assert process.returncode == 2, stderr
     assert stderr.count("big.jsonl:70001: 'messages'") == 1
     assert summary_of(settings)["status"] == "failed"
