@@ -473,6 +473,6 @@ def test_targets_that_the_model_has_not_are_refused_with_their_line(
     lines = {**settings, "model": str(model_folder("llama")), "target_modules": ["attention", "experts"]}
     path.write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in lines.items()))
     number = list(lines).index("target_modules") + 1
-    with pytest.raises(ModelError, match=rf"'experts' is empty .*attention, mlp, all.*run\.yaml:{number}\)"):
+    with pytest.raises(ModelError, match=rf"'experts' is empty .*attention, mlp, linear, all.*run\.yaml:{number}\)"):
         surefoot.train(path, screen=False)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
