@@ -8,7 +8,8 @@ import torch
 
 from surefoot.events import BatchDescribed, MemorySampled, Phase, PhaseBegan
 from surefoot.findings import CATALOGUE
-from surefoot.training.out_of_memory import DeviceNow, MemoryWatch, is_out_of_memory
+from surefoot.system.memory_errors import is_out_of_memory
+from surefoot.training.out_of_memory import DeviceNow, MemoryWatch
 
 GIB = 1 << 30
 USUAL_FIX = CATALOGUE["SF209"].fix
@@ -76,6 +77,23 @@ def test_a_limit_of_the_address_space_is_named(monkeypatch: pytest.MonkeyPatch) 
     assert re.search("64 bytes, .*3.0 GiB", finding.cause)
     assert re.match(f".*ulimit -v.* {re.escape(USUAL_FIX)}$", finding.fix)
     assert "ulimit" not in watch(100).finding(REFUSED, device()).fix
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call.",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error, NCCL version "
+        "2.28.3\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'",
+    ],
+)
+def test_out_of_memory_is_known_in_the_words_of_every_library(text: str) -> None:
+    error = RuntimeError(text)  # torch's AcceleratorError and DistBackendError are of this class
+    assert is_out_of_memory(error)
+    finding = watch(100).finding(error, device())
+    assert (finding.code, finding.evidence["error"]) == ("SF209", text.splitlines()[0])
 
 
 def test_only_what_the_allocators_say_is_that() -> None:

@@ -12,6 +12,7 @@ from surefoot.models.decoder_layers import class_name
 from surefoot.models.pretrained import BAD_CONFIG
 from surefoot.models.resolve_model import longest_context
 from surefoot.models.vision import attention
+from surefoot.system.memory_errors import is_out_of_memory
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-3, 1e3
 """Bounds within which logits divided by the temperature stay finite and distinct in every precision."""
@@ -145,9 +146,9 @@ def _complete_batch(
         output = model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=streamer
         )
-    except torch.OutOfMemoryError:
-        raise
     except BAD_CONFIG as error:
+        if is_out_of_memory(error):
+            raise
         raise ModelError(
             f"{class_name(model)} cannot generate in transformers: {one_line(error)}. Its "
             "weights can be used in another program."

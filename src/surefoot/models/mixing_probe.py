@@ -30,6 +30,7 @@ from surefoot.models.pretrained import BAD_CONFIG
 from surefoot.models.routing import router_names
 from surefoot.models.sample_layout import ARGUMENT, SampleLayout, samples_are
 from surefoot.models.vision import attention, image_tokens
+from surefoot.system.memory_errors import is_out_of_memory
 
 PROBE_LENGTHS = (13, 10)
 """Lengths of the two samples of the probe; the second is changed where its sum would be a size of the model."""
@@ -145,9 +146,11 @@ class MixingProbe:
         """Turn what a forward raises into a ModelError: the model has its own weights and ordinary tokens."""
         try:
             yield
-        except (torch.OutOfMemoryError, DataDependentOutputException, DynamicOutputShapeException):
+        except (DataDependentOutputException, DynamicOutputShapeException):
             raise
         except BAD_CONFIG as error:
+            if is_out_of_memory(error):
+                raise
             if missing := MISSING_KERNELS.search(str(error)):
                 raise MissingKernelError(missing[1].replace("_", "-")) from error
             place = traceback.extract_tb(error.__traceback__)[-1]

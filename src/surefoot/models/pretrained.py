@@ -34,6 +34,7 @@ from surefoot.models.quantization.released import find_quantization
 from surefoot.models.resolve_model import read_json_object
 from surefoot.models.tokenizer_file import check_tokenizer_file
 from surefoot.system.atomic_io import write_json
+from surefoot.system.memory_errors import is_out_of_memory
 
 PROCESSOR_CONFIG, PROCESSOR_TEMPLATE = "processor_config.json", "chat_template.json"
 """Files that may hold a processor's chat template. transformers reads it for processors alone, whose tokenizers often
@@ -332,9 +333,9 @@ def weight_errors(place: Path) -> Iterator[None]:
     """Turn errors of the loader for broken or foreign weights into a ModelError with their first line."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        if is_out_of_memory(error):
+            raise
         raise ModelError(
             f"{place}: its weights cannot be loaded: {one_line(error)}. Is the folder complete, and its config.json "
             "its own?"

@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from surefoot.errors import ModelError, one_line
 from surefoot.models.decoder_layers import class_name
 from surefoot.models.pretrained import BAD_CONFIG
+from surefoot.system.memory_errors import is_out_of_memory
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 """Names under which models take a mask of the tokens that stand for images."""
@@ -159,9 +160,9 @@ def check_tower(model: PreTrainedModel, tensors: Mapping[str, Tensor], num_token
     """
     try:
         parts = _image_vectors(model, _image_features(model, tensors))
-    except torch.OutOfMemoryError:
-        raise
     except BAD_CONFIG as error:
+        if is_out_of_memory(error):
+            raise
         raise ModelError(
             f"{class_name(model)}: its vision tower cannot compute an image as its processor makes it: "
             f"{one_line(error)}. {OF_ONE_RELEASE}"

@@ -23,6 +23,7 @@ from surefoot.errors import ConfigError, ModelError
 from surefoot.methods.base import BatchTotals, TrainContext
 from surefoot.models.build import meta_model
 from surefoot.models.expert_layouts import can_be_shared_out, experts_of
+from surefoot.system.memory_errors import is_out_of_memory
 from surefoot.training.step import NotFinite, counts_of, train_step
 from surefoot.training.train_setup import build_train_context, sharding_of
 
@@ -168,7 +169,9 @@ def _time_slowest_rank(work: Callable[[], object], ranks: World) -> float | None
     try:
         work()
         taken_s = time.perf_counter() - began
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         taken_s = None
     by_rank: list[float | None] = ranks.gather(taken_s)
     fitting = [rank_s for rank_s in by_rank if rank_s is not None]

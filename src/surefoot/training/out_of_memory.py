@@ -10,21 +10,14 @@ import torch
 
 from surefoot.events import BatchDescribed, Event, MemorySampled, PhaseBegan
 from surefoot.findings import CATALOGUE, Finding
+from surefoot.system.memory_errors import HOST_ALLOCATOR_ERROR
 
-HOST_ALLOCATOR_ERROR = "DefaultCPUAllocator: can't allocate memory"
 REQUESTED_SIZE = re.compile(r"[Tt]ried to allocate (?P<shown>(?P<number>[\d.]+) (?P<unit>bytes|KiB|MiB|GiB))")
 UNIT_BYTES = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 LARGE_TIMES = 1.5
 """Multiple of the usual tokens from which on a batch is large."""
 OTHERS_BYTES = 4 << 30
 """Memory outside PyTorch's allocator from which on it is reported: a CUDA context and NCCL take one or two GiB."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether CUDA's allocator, or that of the host, is exhausted. Other kinds of errors have the same class."""
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and HOST_ALLOCATOR_ERROR in str(error)
-    )
 
 
 @dataclass(frozen=True)

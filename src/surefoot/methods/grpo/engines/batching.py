@@ -13,6 +13,7 @@ from surefoot.errors import ModelError, one_line
 from surefoot.methods.grpo.engines.generation_cache import REMEDY
 from surefoot.methods.grpo.types import Request
 from surefoot.models.pretrained import BAD_CONFIG
+from surefoot.system.memory_errors import is_out_of_memory
 
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 LOW_PRECISION_TOLERANCE = 0.2
@@ -88,9 +89,9 @@ def choose_batching(
             difference = _largest_difference(logits, alone[[members[row] for row in rows]])
             if agree(difference <= TOLERANCE.get(logits.dtype, LOW_PRECISION_TOLERANCE)):
                 return batching
-    except torch.OutOfMemoryError:
-        raise
     except BAD_CONFIG as error:
+        if is_out_of_memory(error):
+            raise
         raise ModelError(
             f"rollout_engine: local cannot generate with {model_name}: the forward of transformers' implementation "
             f"with a cache fails ({one_line(error)}). {REMEDY}"
