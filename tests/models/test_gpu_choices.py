@@ -1,5 +1,10 @@
 """What a GPU's kernels can compute is chosen right, and given to them as they take it; without a GPU, by a stand-in."""
 
+import json
+import os
+import re
+import subprocess
+import sys
 from itertools import pairwise
 from typing import Any
 
@@ -118,3 +123,29 @@ def test_runs_compute_in_bfloat16_where_a_gpu_has_it(
     assert resolve(loaded, 1).run.dtype == dtype
     asked = load_config(None, [], {**settings, "device": "auto", "dtype": "bfloat16"})
     assert resolve(asked, 1).run.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_refused"),
+    [({}, True), ({"CUDA_VISIBLE_DEVICES": "7"}, True), ({"CUDA_VISIBLE_DEVICES": ""}, False)],
+    ids=["all", "none of them", "hidden"],
+)
+def test_a_run_that_leaves_the_device_open_does_not_ignore_gpus(
+    nvml_driver: dict[str, str], settings: dict[str, Any], variables: dict[str, str], is_refused: bool
+) -> None:
+    code = (
+        "import json, sys; from surefoot.config import load_config; from surefoot.config.resolve import device_type\n"
+        "print(device_type(load_config(None, [], {**json.loads(sys.argv[1]), 'device': 'auto'})))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(settings)], env={**environment, **nvml_driver, **variables},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    if is_refused:
+        error = done.stderr.splitlines()[-1]
+        assert error.startswith("surefoot.errors.ConfigError: device: auto "), done.stderr
+        assert re.search(r" 2 x NVIDIA H100 80GB HBM3\..* device: cpu \(", error)
+        assert ("CUDA_VISIBLE_DEVICES=7" in error) == bool(variables)
+    else:
+        assert done.stdout == "cpu\n", done.stderr

@@ -32,6 +32,8 @@ def run_verb(verb: Callable[[], int]) -> int:
     # Large pages for large tensors: fewer faults when activations come and go. Read once, when torch is loaded.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    # Numbers of GPUs are then those of nvidia-smi and NVML, from which samples and findings are.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     logging.captureWarnings(True)
     logging.getLogger("py.warnings").setLevel(logging.ERROR)
     try:

@@ -1,6 +1,6 @@
 """One query of NVML about the GPUs of this machine. Imports no torch; raises without a driver.
 
-A broken driver may hang its caller, so `collect` calls these functions in a thread.
+A broken driver may hang its caller, so callers that must go on call these functions in a thread.
 """
 
 import os
@@ -11,7 +11,13 @@ from functools import partial
 from itertools import combinations
 from typing import Any
 
+from surefoot.system.deadline import Deadline
 from surefoot.system.machine import Gpu
+
+HIDES_ALL = ("", "-1")
+"""Values of CUDA_VISIBLE_DEVICES with which a process is to use no GPU."""
+QUERY_S = 3.0
+"""Seconds that the driver may take to answer."""
 
 SLOWING = {
     0x08: "hardware slowdown",
@@ -68,11 +74,34 @@ def read_visible(number: int) -> Gpu | None:
         return read_gpu(nvml, *gpus[number]) if number < len(gpus) else None
 
 
+def list_names() -> list[str]:
+    """Return the names of this machine's GPUs; none if CUDA_VISIBLE_DEVICES hides all, or no driver answers."""
+
+    def read() -> list[str]:
+        with _open_nvml() as nvml:
+            return [_decode(query_or_none(nvml, nvml.nvmlDeviceGetName, handle)) for handle in _list_handles(nvml)]
+
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in HIDES_ALL:
+        return []
+    try:
+        return Deadline(read).result(QUERY_S)
+    except Exception:  # noqa: BLE001 - no driver, one that hangs, no package: nothing is known then
+        return []
+
+
 def list_visible(nvml: Any) -> dict[int, Any]:
-    """Return index -> handle of the GPUs that this process may use, in the order of their CUDA device numbers."""
+    """Return index -> handle of the GPUs that this process may use, in the order of their CUDA device numbers.
+
+    CUDA numbers GPUs as NVML does with CUDA_DEVICE_ORDER=PCI_BUS_ID, which a run sets. A slice of a GPU (MIG) has a
+    handle of its own, with the index 0: CUDA shows a process one of them at most.
+    """
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if is_slice(named):
+        assert named is not None
+        return {0: nvml.nvmlDeviceGetHandleByUUID(named.split(",")[0].strip().encode())}
     handles = _list_handles(nvml)
     identities = [_decode(query_or_none(nvml, nvml.nvmlDeviceGetUUID, handle)) for handle in handles]
-    return {index: handles[index] for index in visible(os.environ.get("CUDA_VISIBLE_DEVICES"), identities)}
+    return {index: handles[index] for index in visible(named, identities)}
 
 
 def _list_handles(nvml: Any) -> list[Any]:
@@ -173,6 +202,11 @@ def _describe_fabric(nvml: Any, handle: Any) -> str:
         return ""
     state = FABRIC.get(int(info.state), "")
     return f"{state} with error {info.status}" if state == "completed" and info.status else state
+
+
+def is_slice(named: str | None) -> bool:
+    """Return whether CUDA_VISIBLE_DEVICES names a slice of a GPU (MIG)."""
+    return (named or "").strip().startswith("MIG-")
 
 
 def visible(named: str | None, identities: Sequence[str]) -> list[int]:

@@ -8,6 +8,7 @@ A value that a card does not report is null. Imports no torch.
 """
 
 import json
+import os
 import threading
 import time
 from collections import deque
@@ -20,12 +21,11 @@ from typing import Any, NamedTuple
 from surefoot.diagnostics.monitor.ring_buffer import this_machine
 from surefoot.system.deadline import Deadline
 from surefoot.system.json_files import read_objects
-from surefoot.system.nvml import address_of, is_at, list_visible, query_or_none, read_gpu
+from surefoot.system.nvml import QUERY_S, address_of, is_at, list_visible, query_or_none, read_gpu
 
 EVERY_S = 2.0
 WRITE_EVERY_S = 10.0
 KEPT_S = 60.0
-QUERY_S = 3.0
 REASONS_AT = 7
 """Position of `reasons` among the values of a GPU."""
 
@@ -116,6 +116,8 @@ class GpuSampler:
         except Exception as error:  # noqa: BLE001 - no driver, no permission, no package: then there are no samples
             self.problem = f"{type(error).__name__}: {error}"
             return
+        if not visible:
+            self.problem = f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')} names no GPU of this machine"
         while handles and not self._stop.wait(EVERY_S):
             now_s = time.time()
             snapshot = GpuSnapshot(now_s, tuple(_sample(pynvml, index, handle) for index, handle in handles.items()))

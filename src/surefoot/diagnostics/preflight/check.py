@@ -7,7 +7,7 @@ from typing import Any, Literal
 from surefoot.config import LoadedConfig, RunConfig
 from surefoot.findings import Finding
 from surefoot.system.machine import Snapshot
-from surefoot.system.nvml import visible
+from surefoot.system.nvml import is_slice, visible
 
 Status = Literal["ok", "warning", "failed", "not applicable"]
 
@@ -50,6 +50,8 @@ class CheckContext:
         cards = self.machine.cards
         identities = [card.uuid for card in cards] if cards else [""] * self.machine.gpus
         visible_devices = self.machine.environment.get("CUDA_VISIBLE_DEVICES")
+        if is_slice(visible_devices):  # a process sees one slice of a GPU at most
+            return min(1, self.machine.gpus)
         if (
             visible_devices is not None
             and not cards
