@@ -156,7 +156,15 @@ def test_nvml_is_read_through_its_own_bindings(tmp_path: Path, nvml_driver: dict
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("visible", "count", "indices"),
-    [(None, 8, [0, 1]), (None, 1, [0]), ("1", 8, [1]), ("", 8, []), ("-1", 8, []), ("GPU-b", 8, [1]), ("MIG-b1,MIG-b2", 8, [0])],
+    [
+        (None, 8, [0, 1]),
+        (None, 1, [0]),
+        ("1", 8, [1]),
+        ("", 8, []),
+        ("-1", 8, []),
+        ("GPU-b", 8, [1]),
+        ("MIG-b1,MIG-b2", 8, [0]),
+    ],
 )
 def test_only_cards_that_the_run_may_use_are_sampled(
     tmp_path: Path, nvml_driver: dict[str, str], visible: str | None, count: int, indices: list[int]
@@ -173,7 +181,9 @@ def test_only_cards_that_the_run_may_use_are_sampled(
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     is_slice = visible is not None and visible.startswith("MIG-")  # number 0 for CUDA; of the second card
-    whose_errors_count = [0, 1] if count == 1 or not indices else [1] if is_slice else indices  # a server may use others
+    whose_errors_count = (
+        [0, 1] if count == 1 or not indices else [1] if is_slice else indices
+    )  # a server may use others
     assert done.stdout == f"{indices}\n{whose_errors_count}\n", done.stderr
 
 

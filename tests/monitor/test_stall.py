@@ -124,6 +124,34 @@ def test_an_all_to_all_whose_sizes_do_not_agree_is_no_matter_of_the_network() ->
     assert told((14, 15), (15, 14)).code == "SF108"
 
 
+@pytest.mark.parametrize(
+    ("started", "code", "rank"), [((1, 1), "SF108", None), ((1, 0), "SF106", 1), ((0, 0), "SF106", 0)]
+)
+def test_a_kernel_before_a_collective_is_no_matter_of_the_network(
+    started: tuple[int, int], code: str, rank: int | None
+) -> None:
+    """NCCL's records say whether a GPU has come to a collective; those of gloo beside them do not."""
+    evidence = read_evidence(NAMED["sleeping"])
+
+    def entry(number: int, *, is_done: bool, starts_ns: int, backend: str = "nccl") -> dict[str, object]:
+        return {
+            "collective_seq_id": number, "profiling_name": f"{backend}:all_reduce", "input_dtypes": ["Float"],
+            "is_p2p": False, "process_group": [backend, "default_pg"], "retired": is_done, "input_sizes": [[8]],
+            "output_sizes": [[8]], "time_discovered_started_ns": starts_ns,
+        }  # fmt: skip
+
+    def flight(starts_ns: int) -> dict[str, object]:
+        done = entry(1, is_done=True, starts_ns=5)
+        gloo = entry(1, is_done=True, starts_ns=0, backend="gloo")
+        return {"entries": [gloo, done, entry(2, is_done=False, starts_ns=starts_ns)]}
+
+    ranks = tuple(
+        replace(evidence.ranks[0], rank=number, flight=flight(starts_ns)) for number, starts_ns in enumerate(started)
+    )
+    finding = find_stall(replace(evidence, ranks=ranks))
+    assert (finding.code, finding.evidence.get("rank")) == (code, rank)
+
+
 def test_waiting_for_a_disk_is_told_from_being_stopped() -> None:
     evidence = read_evidence(NAMED["sleeping"])
     assert find_stall(alter(evidence, state="disk-sleep")).code == "SF103"

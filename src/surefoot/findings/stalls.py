@@ -53,7 +53,8 @@ PAGES = {
     "SF106": Page(
         "a rank is behind",
         "The other ranks wait in a collective that it never entered (or there are no others); its stack shows the line "
-        "that it executes.",
+        "that it executes. With NCCL its GPU may not have come to a collective that the rank has called: then a kernel "
+        "that was called before does not end.",
         "Inspect that line. If only some ranks call a collective, the stack shows the line after it.",
         ("modelscope/ms-swift#3592", "deepspeedai/DeepSpeed#2993"),
         severity="error",

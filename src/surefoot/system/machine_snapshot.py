@@ -45,7 +45,15 @@ PACKAGES = (
     "triton",
     "torchvision",
 )
-SET_BY_A_RUN = frozenset(("CUDA_MODULE_LOADING", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"))
+SET_BY_A_RUN = frozenset(
+    (
+        "CUDA_DEVICE_ORDER",
+        "CUDA_MODULE_LOADING",
+        "TORCH_FR_BUFFER_SIZE",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "TORCH_NCCL_ENABLE_TIMING",
+    )
+)
 """Variables that torch, its launcher and the recorder of collectives set."""
 READ_BY = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "OMP_", "MKL_", "UCX_", "LD_LIBRARY_PATH", "LD_PRELOAD")
 """Prefixes of the variables that torch, NCCL, gloo, CUDA and OpenMP read."""

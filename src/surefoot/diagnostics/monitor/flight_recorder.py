@@ -1,8 +1,8 @@
 """The collectives of one rank in PyTorch's Flight Recorder: which it called, and in which it still waits.
 
-Read from torch's dumps. With gloo every entry is `scheduled` and no group has a description of its own, so this
-module uses only what gloo and NCCL share: numbers within a group, names, sizes, types, and whether it was retired.
-Standard library only.
+Read from torch's dumps. With gloo no group has a description of its own, and it is not known when a collective starts.
+Otherwise this module uses what gloo and NCCL share: numbers within a group, names, sizes, types, and whether it was
+retired. Standard library only.
 """
 
 from collections import Counter
@@ -19,6 +19,8 @@ MEANINGS = {
     "mesh_ep": "the ranks that share experts",
 }
 """Description of a process group -> its traffic. If all ranks share experts, they use `default_pg` for it."""
+STARTED = "time_discovered_started_ns"
+"""Name of the time at which a collective was seen to have started on its GPU; 0 or absent if it was not."""
 TRAVELLING = "all_to_all"
 """Part of the name of the collectives that carry tokens to experts and back."""
 
@@ -41,6 +43,8 @@ class Collective:
     sent: int = field(default=0, compare=False)
     awaited: int = field(default=0, compare=False)
     """Number of elements of its inputs (`sent`) and outputs (`awaited`); 0 if the record lacks them."""
+    has_started: bool | None = field(default=None, compare=False)
+    """Whether the GPU has come to it, after the kernels that were called before; None if the record lacks that."""
 
     @property
     def call(self) -> str:
@@ -73,6 +77,8 @@ def read_flight(dump: Any) -> FlightRecord | None:
     last: dict[str, Collective] = {}
     waiting, meanings, called_s, finished, num_finished = [], {}, {}, {}, Counter[str]()
     try:
+        # NCCL notes starts with TORCH_NCCL_ENABLE_TIMING, gloo never.
+        timed = {_backend_of(entry) for entry in dump["entries"] if entry.get(STARTED)}
         for entry in dump["entries"]:
             if entry["is_p2p"]:
                 continue
@@ -86,6 +92,7 @@ def read_flight(dump: Any) -> FlightRecord | None:
                 entry.get("time_created_ns", 0) / 1e9,
                 sum(map(prod, entry["input_sizes"])),
                 sum(map(prod, entry.get("output_sizes", ()))),
+                bool(entry.get(STARTED)) if _backend_of(entry) in timed else None,
             )
             if collective.called_s:
                 called_s[group, collective.number] = collective.called_s
@@ -100,3 +107,7 @@ def read_flight(dump: Any) -> FlightRecord | None:
     except (KeyError, TypeError) as error:
         raise ValueError(f"no dump of the Flight Recorder: {error!r}") from error
     return FlightRecord(last, tuple(waiting), meanings, called_s, num_finished, finished) if last else None
+
+
+def _backend_of(entry: Mapping[str, Any]) -> str:
+    return str(entry["profiling_name"]).partition(":")[0]

@@ -108,6 +108,32 @@ def _are_all_to_alls(calls: Iterable[str]) -> bool:
     return all(TRAVELLING in call for call in calls)
 
 
+def _find_stuck_kernel(case: StallCase) -> Finding | None:
+    """Return a finding if the GPU of a rank has not come to any collective that the rank has called.
+
+    Then a kernel that was called before them does not end, whatever the network does.
+    """
+    stuck = [
+        rank
+        for rank in case.ranks
+        if case.waiting(rank) and all(call.has_started is False for call in case.waiting(rank))
+    ]
+    if not stuck:
+        return None
+    rank = stuck[0]
+    others = [other for other in case.ranks if other not in stuck and case.waiting(other)]
+    waiting = f"; {_describe_waiting(case, others)}" if others else ""
+    return case.finding(
+        "SF106",
+        f"the GPU of {name_ranks(stuck, 'has', 'have')} not begun {case.describe_call(case.waiting(rank)[0])}, which "
+        f"was called {describe_place(rank)}: a kernel before it does not end{waiting}",
+        "CUDA_LAUNCH_BLOCKING=1 makes the line of the stack the one that starts the kernel; compare with compile: "
+        "false and kernels of other packages left out. Errors of the GPU would be in the kernel's log (dmesg).",
+        confidence=0.8,
+        **_make_rank_evidence(rank),
+    )
+
+
 def _find_partial_completion(case: StallCase) -> Finding | None:
     """Return a finding if a rank is still in a collective that another rank has finished: the data do not arrive.
 
@@ -377,6 +403,7 @@ RULES: Sequence[Callable[[StallCase], Finding | None]] = (
     _find_dead,  # SF201, SF101
     _find_stopped,  # SF102, SF103
     _find_mismatch,  # SF104
+    _find_stuck_kernel,  # SF106
     _find_partial_completion,  # SF104, SF108
     _find_crossed_groups,  # SF105
     _find_held_gil,  # SF109
