@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from surefoot.config import load_config
 from surefoot.config.resolve import resolve
-from surefoot.models import attention, grouped_gemm
+from surefoot.models import attention, build, grouped_gemm
 from surefoot.models.attention_math import AttentionTerms, attend
 from surefoot.models.sample_layout import SampleLayout, samples_are
 from surefoot.models.sample_masks import SampleMask
@@ -123,6 +123,16 @@ def test_runs_compute_in_bfloat16_where_a_gpu_has_it(
     assert resolve(loaded, 1).run.dtype == dtype
     asked = load_config(None, [], {**settings, "device": "auto", "dtype": "bfloat16"})
     assert resolve(asked, 1).run.dtype == "bfloat16"
+
+
+def test_attention_of_cudnn_is_left_out() -> None:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        build._choose_gpu_kernels(nn.Linear(2, 2))
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from surefoot.data.collate import MicroBatch
 from surefoot.distributed.process_group import SINGLE_PROCESS
-from surefoot.methods import token_loss
 from surefoot.methods.base import BatchTotals, LossTerms, TrainContext
-from surefoot.methods.token_loss import _sum_nll
 from surefoot.training.step import NotFinite, train_step
 
 
@@ -79,32 +76,6 @@ def test_a_loss_or_gradient_that_is_not_finite_leaves_the_weights_alone() -> Non
         step(weight, [batch(1)])
     assert (caught.value.what, caught.value.parameters) == ("gradient", ["weight"])
     assert weight.item() == pytest.approx(1e38)
-
-
-def test_the_loss_of_a_bfloat16_model_is_summed_in_float32() -> None:
-    torch.manual_seed(0)
-    head = nn.Linear(8, 64).bfloat16()
-    hidden, targets = torch.randn(6000, 8).bfloat16(), torch.randint(0, 64, (6000,))
-    wanted = F.cross_entropy(head(hidden).float(), targets, reduction="sum")
-    torch.testing.assert_close(_sum_nll(hidden, head, targets), wanted, atol=0, rtol=1e-5)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("is_old_torch", [False, True])
-def test_the_loss_in_chunks_is_the_loss(bias: bool, is_old_torch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if is_old_torch:
-        monkeypatch.delattr(F, "linear_cross_entropy", raising=False)
-    monkeypatch.setattr(token_loss, "CHUNK_TOKENS", 7)
-    torch.manual_seed(0)
-    head = nn.Linear(16, 50, bias=bias)
-    targets = torch.randint(0, 50, (23,))
-    found = []
-    for function in (_sum_nll, lambda h, layer, y: F.cross_entropy(layer(h), y, reduction="sum")):
-        hidden = torch.randn(23, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        value = function(hidden, head, targets)
-        found.append([value.detach(), *torch.autograd.grad(value, [hidden, *head.parameters()])])
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,17 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from surefoot.data.collate import MicroBatch
 from surefoot.distributed.fsdp import as_fsdp_forward, reshard
+from surefoot.methods.output_layer import HeadInputs, score_logits, sum_nll, token_logprobs
 from surefoot.models.decoder_layers import body_of
 from surefoot.models.sample_layout import ARGUMENT, SampleLayout
 from surefoot.models.vision import embed_images, image_tokens
-
-CHUNK_TOKENS = 512
-"""Number of trained tokens whose logits exist at the same time."""
 
 
 def vision_inputs(batch: MicroBatch, model: PreTrainedModel) -> dict[str, Any]:
@@ -81,7 +78,7 @@ def _probe_output_layer(model: PreTrainedModel) -> nn.Linear | None:
         inputs = dummy_inputs(model)
         with eval_no_grad(model):
             hidden = body_of(model)(**inputs).last_hidden_state
-            own = F.linear(*_cast_head_inputs(hidden, head))
+            own = F.linear(*HeadInputs.of(hidden, head))
             # Those of a model at its beginning are so small that a cap would hardly change them.
             scale = PROBED_LOGIT / float(own.abs().max().nan_to_num(1.0).clamp(min=1e-6))
             handle = head.register_forward_hook(lambda _module, _inputs, logits: logits * scale)
@@ -155,15 +152,7 @@ class TokenLoss:
             losses = F.cross_entropy(logits.float(), batch.targets, reduction="none")
             return losses.sum() if batch.weights is None else losses @ batch.weights
         hidden = body_of(self._model)(**arguments).last_hidden_state[0]
-        if batch.weights is None:
-            return _sum_nll(hidden[batch.target_positions], self._head, batch.targets)
-        # There are few distinct weights, one per turn. Each group takes the same path as unweighted tokens.
-        groups = [(weight, batch.weights == weight) for weight in batch.weights.unique().tolist()]
-        sums = [
-            weight * _sum_nll(hidden[batch.target_positions[members]], self._head, batch.targets[members])
-            for weight, members in groups
-        ]
-        return torch.stack(sums).sum()
+        return sum_nll(hidden[batch.target_positions], self._head, batch.targets, batch.weights)
 
 
 class TokenLogprobs:
@@ -193,55 +182,6 @@ class TokenLogprobs:
         arguments = vision_inputs(batch, self._model)
         if self._head is None:
             logits = _trained_logits(self._model, arguments, batch)
-            return self._score_targets(logits, batch.targets)
+            return score_logits(logits, batch.targets, banned=self._banned, temperature=self._temperature)
         hidden = body_of(self._model)(**arguments).last_hidden_state[0][batch.target_positions]
-        hidden, weight, bias = _cast_head_inputs(hidden, self._head)
-
-        def score_chunk(chunk: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-            return self._score_targets(F.linear(chunk, weight, bias), targets)
-
-        if len(hidden) <= CHUNK_TOKENS:
-            return score_chunk(hidden, batch.targets)
-        chunks = zip(hidden.split(CHUNK_TOKENS), batch.targets.split(CHUNK_TOKENS), strict=True)
-        scored_chunks = [checkpoint(score_chunk, chunk, targets, use_reentrant=False) for chunk, targets in chunks]
-        logprobs, entropies = zip(*scored_chunks, strict=True)
-        return torch.cat(logprobs), torch.cat(entropies)
-
-    def _score_targets(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the targets' log-probabilities, and the entropies. Shapes: [n, V], [n] -> [n], [n]."""
-        logits = logits.float() / self._temperature
-        if len(self._banned):
-            logits = logits.index_fill(-1, self._banned, torch.finfo(logits.dtype).min)
-        scores = torch.log_softmax(logits, dim=-1)
-        with torch.no_grad():
-            entropy = -(scores.exp() * scores).sum(-1)
-        return scores.gather(1, targets[:, None])[:, 0], entropy
-
-
-def _cast_head_inputs(hidden: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cast the states, weight and bias to one type, so that all chunks of a batch share a copy of the weight.
-
-    The type is autocast's, else that of the weight: some decoders return float32 states whatever their weights are.
-    """
-    dtype = head.weight.dtype
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-    return hidden.to(dtype), head.weight.to(dtype), head.bias.to(dtype) if head.bias is not None else None
-
-
-def _sum_nll(hidden: Tensor, head: nn.Linear, targets: Tensor) -> Tensor:
-    """Return the sum of the negative log-likelihoods. Shapes: hidden [N, H], targets [N] -> scalar."""
-    hidden, weight, bias = _cast_head_inputs(hidden, head)
-    # The fused function sums in the type of its input, and bfloat16 is too coarse for that; torch < 2.13 lacks it.
-    if hidden.dtype == torch.float32 and hasattr(F, "linear_cross_entropy"):
-        options = nn.LinearCrossEntropyOptions(chunking_method=None, batch_chunk_size=CHUNK_TOKENS)
-        return F.linear_cross_entropy(
-            hidden, weight, targets, linear_bias=bias, reduction="sum", options=options
-        ).float()
-
-    def sum_chunk_nll(chunk: Tensor, chunk_targets: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(chunk, weight, bias).float(), chunk_targets, reduction="sum")
-
-    chunks = zip(hidden.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True)
-    losses = [checkpoint(sum_chunk_nll, chunk, chunk_targets, use_reentrant=False) for chunk, chunk_targets in chunks]
-    return torch.stack(losses).sum()
+        return token_logprobs(hidden, self._head, batch.targets, banned=self._banned, temperature=self._temperature)

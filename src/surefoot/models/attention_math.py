@@ -64,6 +64,15 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, terms
     )
 
 
+def leave_out_cudnn() -> None:
+    """Let torch attend by its other kernels from now on, in the whole process.
+
+    cuDNN makes a plan for each shape that is new, which a completion has with each token; and its results are known to
+    be wrong in places (pytorch/pytorch#193893, #196678).
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def with_heads_of(query: Tensor, key_or_value: Tensor) -> Tensor:
     """Return keys or values repeated to the query's number of heads: [rows, kv_heads, m, D] -> [rows, heads, m, D]."""
     repeats = query.shape[1] // key_or_value.shape[1]

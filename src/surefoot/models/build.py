@@ -23,6 +23,7 @@ from transformers.initialization import no_init_weights
 
 from surefoot.errors import ModelError
 from surefoot.models import attention, experts, vision
+from surefoot.models.attention_math import leave_out_cudnn
 from surefoot.models.checkpoint_weights import CheckpointWeights
 from surefoot.models.decoder_layers import class_name, decoder_layers, indexer_names
 from surefoot.models.dtensor_blocks import load_full
@@ -219,7 +220,7 @@ def build_model(
         _set_initial_values(model, lora)
     _align_weights(model)
     if device.type == "cuda":
-        fuse_norms(model)
+        _choose_gpu_kernels(model)
     kept_choices = KeptChoices(model) if gradient_checkpointing and router_names(model) else None
     with torch.autocast(device.type, torch.bfloat16, enabled=_is_mixed(model, dtype)):
         isolation = isolate_samples(model, dtype, is_sharded=sharding is not None) if for_packed_rows else Isolation()
@@ -233,6 +234,12 @@ def build_model(
         kept_choices=kept_choices,
         isolation=isolation,
     )
+
+
+def _choose_gpu_kernels(model: nn.Module) -> None:
+    """Choose the kernels that are fast and right on a GPU, before the first forward."""
+    fuse_norms(model)
+    leave_out_cudnn()
 
 
 def compile_layers(built: BuiltModel) -> None:

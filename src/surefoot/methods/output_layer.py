@@ -1,0 +1,193 @@
+"""Likelihoods of tokens under a linear output layer, of which the logits of one chunk of tokens exist at a time.
+
+The gradient of the layer's weight is summed over the chunks in float32, whatever the type of the products.
+
+Shape suffixes: N tokens, H hidden, V vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+CHUNK_TOKENS = 512
+"""Number of tokens of a chunk."""
+
+
+class HeadInputs(NamedTuple):
+    """States [N, H], weight [V, H] and bias [V] of a product with an output layer, in one type."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, hidden: Tensor, head: nn.Linear) -> "HeadInputs":
+        """Cast to autocast's type, else to that of the weight: some decoders return float32 states anyway."""
+        dtype = head.weight.dtype
+        if torch.is_autocast_enabled(hidden.device.type):
+            dtype = torch.get_autocast_dtype(hidden.device.type)
+        return cls(hidden.to(dtype), head.weight.to(dtype), head.bias.to(dtype) if head.bias is not None else None)
+
+    def logits(self, chunk: slice) -> Tensor:
+        """Return the logits [n, V] of a chunk."""
+        return F.linear(self.hidden[chunk], self.weight, self.bias)
+
+
+def sum_nll(hidden: Tensor, head: nn.Linear, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return the sum of the tokens' negative log-likelihoods, each times its weight. Its graph serves one backward.
+
+    Shapes: hidden [N, H], targets [N], weights [N] -> a scalar in float32.
+    """
+    with torch.no_grad():
+        inputs = HeadInputs.of(hidden, head)
+    needs_graph = torch.is_grad_enabled()
+    return _SumNLL.apply(hidden, head.weight, head.bias, inputs, targets, weights, needs_graph)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def token_logprobs(
+    hidden: Tensor, head: nn.Linear, targets: Tensor, *, banned: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Return what `score_logits` does for the logits of these states, which are computed again in the backward.
+
+    Shapes: hidden [N, H], targets [N] -> [N] and [N], in float32.
+    """
+    with torch.no_grad():
+        inputs = HeadInputs.of(hidden, head)
+    return _Logprobs.apply(hidden, head.weight, head.bias, inputs, targets, banned, temperature)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def score_logits(logits: Tensor, targets: Tensor, *, banned: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return the targets' log-probabilities, and the entropies without a graph, in nats.
+
+    `banned`: tokens that are never drawn. Shapes: logits [n, V], targets [n] -> [n] and [n], in float32.
+    """
+    scores = _log_softmax(logits, banned, temperature)
+    with torch.no_grad():
+        entropy = -(scores.exp() * scores).sum(-1)
+    return scores.gather(1, targets[:, None])[:, 0], entropy
+
+
+def _log_softmax(logits: Tensor, banned: Tensor, temperature: float) -> Tensor:
+    logits = logits.float() / temperature
+    if len(banned):
+        logits = logits.index_fill(-1, banned, torch.finfo(logits.dtype).min)
+    return torch.log_softmax(logits, dim=-1)
+
+
+def _chunks(num_tokens: int) -> Iterator[slice]:
+    return (slice(begin, begin + CHUNK_TOKENS) for begin in range(0, num_tokens, CHUNK_TOKENS))
+
+
+class _HeadGradients:
+    """Gradients by states, weight and bias, to which each chunk adds its part."""
+
+    def __init__(self, inputs: HeadInputs, needs: Sequence[bool]) -> None:
+        """`needs`: whether each of the three gradients is needed."""
+        self._inputs = inputs
+        self._hidden = torch.empty_like(inputs.hidden) if needs[0] else None
+        self._weight = torch.zeros_like(inputs.weight, dtype=torch.float32) if needs[1] else None
+        self._bias = (
+            torch.zeros_like(inputs.bias, dtype=torch.float32) if needs[2] and inputs.bias is not None else None
+        )
+
+    def add(self, chunk: slice, d_logits: Tensor) -> None:
+        """Add the part of a chunk, from the gradient by its logits [n, V] in float32."""
+        if self._bias is not None:
+            self._bias += d_logits.sum(0)
+        d_logits = d_logits.to(self._inputs.weight.dtype)
+        if self._hidden is not None:
+            self._hidden[chunk] = d_logits @ self._inputs.weight
+        if self._weight is None:
+            return
+        if d_logits.dtype == self._weight.dtype:
+            self._weight.addmm_(d_logits.t(), self._inputs.hidden[chunk])
+        else:
+            self._weight += d_logits.t() @ self._inputs.hidden[chunk]
+
+    def as_types(self, dtypes: Sequence[torch.dtype], factor: Tensor | None = None) -> list[Tensor | None]:
+        """Return the three gradients in the types of what they are for; with a factor they are overwritten."""
+        gradients = (self._hidden, self._weight, self._bias)
+        return [
+            (gradient if factor is None else gradient.mul_(factor)).to(dtype) if gradient is not None else None
+            for gradient, dtype in zip(gradients, dtypes, strict=True)
+        ]
+
+
+def _types_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[torch.dtype, ...]:
+    return hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
+
+
+class _SumNLL(torch.autograd.Function):
+    """Sum of negative log-likelihoods. The gradients are formed in the forward, where the logits exist anyway."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        inputs: HeadInputs,
+        targets: Tensor,
+        weights: Tensor | None,
+        needs_graph: bool,
+    ) -> Tensor:
+        gradients = _HeadGradients(inputs, ctx.needs_input_grad) if needs_graph else None
+        sums = [torch.zeros((), dtype=torch.float32, device=hidden.device)]
+        for chunk in _chunks(len(targets)):
+            logprobs = torch.log_softmax(inputs.logits(chunk).float(), dim=-1)
+            of_targets = logprobs.gather(1, targets[chunk, None])
+            sums.append(-of_targets.sum() if weights is None else -(of_targets[:, 0] @ weights[chunk]))
+            if gradients is not None:
+                d_logits = logprobs.exp_().scatter_(1, targets[chunk, None], of_targets.exp() - 1)
+                gradients.add(chunk, d_logits if weights is None else d_logits.mul_(weights[chunk, None]))
+        ctx.gradients, ctx.dtypes = gradients, _types_of(hidden, weight, bias)
+        return torch.stack(sums).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_sum: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        return (*gradients.as_types(ctx.dtypes, factor=d_sum), None, None, None, None)
+
+
+class _Logprobs(torch.autograd.Function):
+    """Log-probabilities and entropies of tokens, of which a backward computes the logits again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        inputs: HeadInputs,
+        targets: Tensor,
+        banned: Tensor,
+        temperature: float,
+    ) -> tuple[Tensor, Tensor]:
+        logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+        entropies = torch.empty_like(logprobs)
+        for chunk in _chunks(len(targets)):
+            logprobs[chunk], entropies[chunk] = score_logits(
+                inputs.logits(chunk), targets[chunk], banned=banned, temperature=temperature
+            )
+        ctx.save_for_backward(targets, banned, *(tensor for tensor in inputs if tensor is not None))
+        ctx.temperature, ctx.dtypes = temperature, _types_of(hidden, weight, bias)
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_logprobs: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        targets, banned, hidden, weight, *bias = ctx.saved_tensors
+        inputs = HeadInputs(hidden, weight, bias[0] if bias else None)
+        gradients = _HeadGradients(inputs, ctx.needs_input_grad)
+        for chunk in _chunks(len(targets)):
+            logprobs = _log_softmax(inputs.logits(chunk), banned, ctx.temperature)
+            of_targets = logprobs.gather(1, targets[chunk, None])
+            d_logits = logprobs.exp_().scatter_(1, targets[chunk, None], of_targets.exp() - 1)
+            gradients.add(chunk, d_logits.mul_(d_logprobs[chunk, None] / -ctx.temperature))
+        return (*gradients.as_types(ctx.dtypes), None, None, None, None)
