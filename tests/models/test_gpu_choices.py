@@ -5,20 +5,19 @@ import os
 import re
 import subprocess
 import sys
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from surefoot.config import load_config
 from surefoot.config.resolve import resolve
-from surefoot.models import attention, build, grouped_gemm
+from surefoot.models import attention, build, grouped_gemm, varlen_attention
 from surefoot.models.attention_math import AttentionTerms, attend
 from surefoot.models.sample_layout import SampleLayout, samples_are
 from surefoot.models.sample_masks import SampleMask
+from tests.support.cuda_branches import flash_attention_2
 
 LENGTHS = [9, 1, 14]
 CUDA = torch.device("cuda")
@@ -43,38 +42,15 @@ def test_grouped_products_are_fused_where_the_kernel_computes_them(
     assert not grouped_gemm._is_fused(CUDA, torch.float32, widths)
 
 
-def flash_attention_2(
-    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, ends_k: Tensor, longest: int, longest_k: int,
-    *, scale: float, window_size: tuple[int, int], enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
-    """Compute what torch's `varlen_attn` does, with the checks of its kernel. Shapes: [T, heads, D]."""
-    assert torch.equal(ends, ends_k)
-    assert longest == longest_k == max(LENGTHS)
-    assert enable_gqa or query.shape == key.shape
-    assert query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256
-    assert query.shape[-1] % 8 == 0
-    assert all(tensor.is_contiguous() for tensor in (query, key, value))
-    outputs = []
-    for begin, end in pairwise(ends.tolist()):
-        rows = (tensor[begin:end].transpose(0, 1)[None] for tensor in (query, key, value))
-        at = torch.arange(end - begin)
-        seen = at[:, None] >= at
-        if window_size[0] >= 0:
-            seen &= at[:, None] - at <= window_size[0]
-        out = F.scaled_dot_product_attention(*rows, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
-        outputs.append(out[0].transpose(0, 1))
-    return torch.cat(outputs)
-
-
 @pytest.mark.parametrize("shares_heads", [False, True])
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize(("size", "value_size"), [(64, 64), (36, 36), (192, 128), (24, 40), (5, 3)])
 def test_heads_of_any_size_are_given_to_the_kernel_as_it_takes_them(
     monkeypatch: pytest.MonkeyPatch, size: int, value_size: int, window: int | None, shares_heads: bool
 ) -> None:
-    monkeypatch.setattr(attention, "varlen_attn", flash_attention_2)
-    monkeypatch.setattr(attention, "_has_kernel", lambda *_: True)
-    monkeypatch.setattr(attention, "SHARES_HEADS", shares_heads)
+    monkeypatch.setattr(varlen_attention, "varlen_attn", flash_attention_2)
+    monkeypatch.setattr(attention, "has_kernel", lambda *_: True)
+    monkeypatch.setattr(varlen_attention, "SHARES_HEADS", shares_heads)
     torch.manual_seed(0)
     tokens = sum(LENGTHS)
     query, key, value = (
@@ -110,7 +86,7 @@ def test_attention_of_sizes_and_devices_without_a_kernel_is_computed_sample_by_s
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     heads = torch.empty(1, 2, 3, size, dtype=dtype)
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
-    assert attention._has_kernel(heads, heads) == has_kernel
+    assert varlen_attention.has_kernel(heads, heads) == has_kernel
 
 
 @pytest.mark.parametrize(("capability", "dtype"), [((7, 5), "float32"), ((8, 0), "bfloat16"), ((9, 0), "bfloat16")])

@@ -7,7 +7,6 @@ samples' lengths, not on the pack's. Masks that a model describes by a window or
 Independent of packing and of models: the samples of the forward in progress come from `sample_layout`.
 """
 
-import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,20 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from surefoot.errors import ModelError
-from surefoot.models.attention_math import AttentionTerms, attend, with_heads_of
+from surefoot.models.attention_math import AttentionTerms, as_autocast, attend
 from surefoot.models.sample_layout import SampleLayout, current_layout
 from surefoot.models.sample_masks import NeedsOwnAttentionError, SampleMask, describe_mask, has_unknown_layers
+from surefoot.models.varlen_attention import CAUSAL, attend_in_one_kernel, has_kernel
 
 IMPLEMENTATION = "surefoot"
-LARGEST_HEAD, HEAD_MULTIPLE = 256, 8
-"""Largest head size of the kernel, and what head sizes must be a multiple of."""
-SHARES_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Whether torch's kernel supports grouped keys and values (GQA); up to torch 2.11 they are repeated for it."""
 
 
 @dataclass(frozen=True)
@@ -103,16 +98,16 @@ def packed_attention(
     Shapes: query [1, heads, T, D], key [1, kv_heads, T, D], value [1, kv_heads, T, V] -> [1, T, heads, V].
     """
     samples = samples_of_row(module, query, key)
-    device = query.device.type
-    if torch.is_autocast_enabled(device):
-        query, key, value = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (query, key, value))
+    query, key, value = as_autocast(query, key, value)
     layer = read_settings(attention_mask, options)
     if layer.mask.blocks is not None and len(layer.mask.blocks) != samples.num_tokens:
         raise NeedsOwnAttentionError(f"blocks of {len(layer.mask.blocks)} tokens")
     if samples.prefix_of is not None:
         return _attend_with_shared_prefixes(query, key, value, samples, layer), None
-    if layer.is_plain and _has_kernel(query, value):
-        return _attend_in_one_kernel(query, key, value, samples, layer), None
+    if layer.is_plain and has_kernel(query, value):
+        window = (layer.mask.window - 1, 0) if layer.mask.window else CAUSAL
+        longest = max(samples.lengths)
+        return attend_in_one_kernel(query, key, value, samples.ends, longest, window, layer.terms.scaling), None
     return attend_sample_by_sample(query, key, value, samples, layer), None
 
 
@@ -141,51 +136,6 @@ def read_settings(attention_mask: Tensor | SampleMask | None, options: dict[str,
     if isinstance(attention_mask, SampleMask):
         return AttentionSettings(terms, attention_mask, None)
     return AttentionSettings(terms, SampleMask(window=options.get("sliding_window")), attention_mask)
-
-
-def _has_kernel(query: Tensor, value: Tensor) -> bool:
-    """Return whether one kernel can compute plain attention of all samples: FlashAttention-2."""
-    return (
-        query.is_cuda
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and max(query.shape[-1], value.shape[-1]) <= LARGEST_HEAD
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
-    )
-
-
-def _attend_in_one_kernel(
-    query: Tensor, key: Tensor, value: Tensor, samples: SampleLayout, layer: AttentionSettings
-) -> Tensor:
-    """Compute `packed_attention` on CUDA."""
-    ends, longest = samples.ends, max(samples.lengths)
-    window = (layer.mask.window - 1, 0) if layer.mask.window else (-1, 0)
-    options: dict[str, Any] = {"enable_gqa": True} if SHARES_HEADS else {}
-    if not SHARES_HEADS:
-        key, value = (with_heads_of(query, tensor) for tensor in (key, value))
-    scale, width = layer.terms.scaling or query.shape[-1] ** -0.5, value.shape[-1]
-    size = max(query.shape[-1], width)
-    size += -size % HEAD_MULTIPLE  # the kernel takes one head size; added zeros change neither scores nor outputs
-    query, key, value = (_widen(tensor, size) for tensor in (query, key, value))
-    query_THD, key_THD, value_THD = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
-    out = varlen_attn(
-        query_THD,
-        key_THD,
-        value_THD,
-        ends,
-        ends,
-        longest,
-        longest,
-        scale=scale,
-        window_size=window,
-        **options,
-    )
-    assert isinstance(out, Tensor)
-    return out[None, ..., :width]
-
-
-def _widen(tensor: Tensor, size: int) -> Tensor:
-    """Return heads [1, heads, T, D] with zeros up to a head size."""
-    return tensor if tensor.shape[-1] == size else F.pad(tensor, (0, size - tensor.shape[-1]))
 
 
 def attend_sample_by_sample(

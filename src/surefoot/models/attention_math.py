@@ -73,6 +73,14 @@ def leave_out_cudnn() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
+def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors of one device in the type of autocast, if it is on."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
+
+
 def with_heads_of(query: Tensor, key_or_value: Tensor) -> Tensor:
     """Return keys or values repeated to the query's number of heads: [rows, kv_heads, m, D] -> [rows, heads, m, D]."""
     repeats = query.shape[1] // key_or_value.shape[1]

@@ -210,6 +210,7 @@ def build_model(
             is_sharded=sharding is not None,
         )
     experts.plug_in(model)
+    vision.plug_in(model)
     if is_offloaded:
         _move_whole_tensors(model, device)
     targets = attached_targets[-1] if lora is not None else None

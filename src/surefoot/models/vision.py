@@ -15,14 +15,13 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from surefoot.errors import ModelError, one_line
 from surefoot.models.decoder_layers import class_name
+from surefoot.models.image_attention import IMPLEMENTATION as SEGMENTS
+from surefoot.models.image_attention import hands_over_segments
 from surefoot.models.pretrained import BAD_CONFIG
 from surefoot.system.memory_errors import is_out_of_memory
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 """Names under which models take a mask of the tokens that stand for images."""
-TOWER_ATTENTION = "sdpa"
-"""Attention function of transformers in which images do not attend to each other, and no batch of text is packed.
-Towers that do not have it get their own, `eager`."""
 OF_ONE_RELEASE = "Take config.json and the processor's files from one release of the model."
 """Advice where a tower and a processor do not fit each other."""
 
@@ -101,8 +100,21 @@ def attention_of(config: PreTrainedConfig, implementation: str) -> str | dict[st
 
 def _tower_attention(config: PreTrainedConfig, part: PreTrainedConfig | None) -> str:
     """Return the attention function of a part beside the decoder: its class, or that of the whole, says what it has."""
+    if part is not None and part._attn_implementation == SEGMENTS:
+        return SEGMENTS
     kind = next((kind for kind in (type(part), type(config)) if kind in MODEL_MAPPING), None)
-    return TOWER_ATTENTION if kind is None or MODEL_MAPPING[kind]._supports_sdpa else "eager"
+    return "sdpa" if kind is None or MODEL_MAPPING[kind]._supports_sdpa else "eager"
+
+
+def plug_in(model: PreTrainedModel) -> None:
+    """Let a tower that computes its images as one row attend by `image_attention`.
+
+    After loading: transformers would look for a package of flash attention of that name.
+    """
+    tower = vision_tower(model)
+    for module in tower[1].modules() if tower is not None else ():
+        if isinstance(module, PreTrainedModel) and hands_over_segments(type(module)):
+            module.config._attn_implementation = SEGMENTS
 
 
 @contextmanager

@@ -25,12 +25,13 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from surefoot.data.collate import MicroBatch
 from surefoot.data.image_processor import Vision
 from surefoot.errors import ModelError
-from surefoot.models.attention import SHARES_HEADS, attend_sample_by_sample, read_settings, samples_of_row
+from surefoot.models.attention import attend_sample_by_sample, read_settings, samples_of_row
 from surefoot.models.attention_math import attend, attend_by_definition, with_heads_of
 from surefoot.models.build import BuiltModel
 from surefoot.models.decoder_layers import decoder_layers
 from surefoot.models.expert_layouts import is_fused_experts
 from surefoot.models.sample_masks import SampleMask, describe_mask
+from surefoot.models.varlen_attention import SHARES_HEADS
 from surefoot.models.vision import vision_tower
 from surefoot.planner.expert_dispatch import Exchange, exchanged_bytes
 from surefoot.planner.op_costs import ATTEND, ATTENTION_OPS, count_flops, count_moved_bytes, list_tensors

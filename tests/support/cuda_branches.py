@@ -1,0 +1,98 @@
+"""The code that runs on a GPU, run on the CPU: stand-ins for its kernels with their checks, and counts of waits."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from surefoot.models import attention, grouped_gemm, image_attention, varlen_attention
+
+HOPPER = (9, 0)
+
+
+def flash_attention_2(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, ends_k: Tensor, longest: int, longest_k: int,
+    *, scale: float, window_size: tuple[int, int], enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Compute what torch's `varlen_attn` does, with the checks of its kernel. Shapes: [T, heads, D]."""
+    assert torch.equal(ends, ends_k)
+    assert ends.dtype == torch.int32
+    assert longest == longest_k == int(ends.diff().max())
+    assert enable_gqa or query.shape == key.shape
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256
+    assert query.shape[-1] % 8 == 0
+    assert all(tensor.is_contiguous() for tensor in (query, key, value))
+    before, after = window_size
+    outputs = []
+    for begin, end in pairwise(ends.tolist()):
+        rows = (tensor[begin:end].transpose(0, 1)[None] for tensor in (query, key, value))
+        distance = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
+        seen = torch.ones_like(distance, dtype=torch.bool)
+        seen &= (distance <= before) if before >= 0 else seen
+        seen &= (-distance <= after) if after >= 0 else seen
+        out = F.scaled_dot_product_attention(*rows, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@contextmanager
+def cuda_branches(capability: tuple[int, int] = HOPPER) -> Iterator[None]:
+    """Choose kernels as on a GPU of a compute capability. Products of groups are torch's own, which check strides."""
+    is_fused, has_kernel = grouped_gemm._is_fused, varlen_attention.has_kernel
+
+    def on_gpu(query: Tensor, value: Tensor) -> bool:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Tensor, "is_cuda", True, raising=False)
+            return has_kernel(query, value)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        patch.setattr(varlen_attention, "varlen_attn", flash_attention_2)
+        for module in (attention, image_attention):
+            patch.setattr(module, "has_kernel", on_gpu)
+        patch.setattr(grouped_gemm, "_is_fused", lambda _, dtype, widths: is_fused(torch.device("cuda"), dtype, widths))
+        yield
+
+
+class _Waits(TorchDispatchMode):
+    """Operations for which the host would wait for a GPU, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        has_mask = name in ("index", "index_put", "index_put_", "_index_put_impl_") and any(
+            isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        repeats = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
+        if has_mask or repeats or name in ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal"):
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def count_waits() -> Iterator[Counter[str]]:
+    """Count the operations of the block for which the host would wait for a GPU."""
+    waits = _Waits()
+    tolist, cpu, numpy = Tensor.tolist, Tensor.cpu, Tensor.numpy
+
+    def counting(method: Any) -> Any:
+        def count(self: Tensor, *args: Any, **options: Any) -> Any:
+            waits.counts[method.__name__] += 1
+            return method(self, *args, **options)
+
+        return count
+
+    with pytest.MonkeyPatch.context() as patch, waits:
+        for method in (tolist, cpu, numpy):
+            patch.setattr(Tensor, method.__name__, counting(method))
+        yield waits.counts
