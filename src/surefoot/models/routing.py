@@ -209,13 +209,15 @@ def check_recorded(layers: list[LayerRouting], names: list[str]) -> None:
         )
 
 
-def expert_counts(layers: list[LayerRouting], num_experts: int) -> Tensor:
-    """Count the rows sent to each expert: int64 [layers, E]."""
-    chosen = [layer.index.reshape(-1) for layer in layers]
-    # bincount would make the host wait for the device, once per layer.
-    return torch.stack(
-        [index.new_zeros(num_experts).scatter_add_(0, index, torch.ones_like(index)) for index in chosen]
-    )
+def expert_counts(layers: list[LayerRouting], num_experts: int, is_counted: Tensor | None = None) -> Tensor:
+    """Count the rows sent to each expert: int64 [layers, E]. `is_counted`: whether each token is, bool [T]."""
+    counts = []
+    for layer in layers:
+        index = layer.index.reshape(-1)
+        rows = torch.ones_like(layer.index) if is_counted is None else is_counted[:, None].expand_as(layer.index)
+        # bincount would make the host wait for the device.
+        counts.append(index.new_zeros(num_experts).scatter_add_(0, index, rows.reshape(-1).to(index.dtype)))
+    return torch.stack(counts)
 
 
 def load_balancing_loss(layers: list[LayerRouting], counts: Tensor, num_tokens: int) -> Tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -115,6 +116,17 @@ def _sum_by_completion(values: Tensor, batch: CompletionBatch) -> Tensor:
     return values.new_zeros(len(batch.trajectories) or 1).index_add(0, batch.completion, values)
 
 
+class _Computed(NamedTuple):
+    """What a forward without graph computed for the completions of a batch."""
+
+    batch: CompletionBatch
+    field_name: str
+    """Field of the completions' log-probabilities."""
+    logprobs: Tensor
+    experts: Tensor | None
+    """Chosen experts, int16 [T, layers, K], if they are to be repeated."""
+
+
 class GrpoObjective(Objective):
     """The clipped policy loss over completions."""
 
@@ -130,6 +142,7 @@ class GrpoObjective(Objective):
         self._logprobs = TokenLogprobs(built.model, config.temperature)
         if self._replays_routing:
             self._check_routers()
+        self._computed: list[_Computed] = []
         self._counts: Tensor | None = None
         self._sums: list[Tensor] = []
         self._metrics: dict[str, float] = {}
@@ -176,10 +189,9 @@ class GrpoObjective(Objective):
     def begin_step(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Compute the log-probabilities that all steps on these completions share, in forwards without graph.
 
-        They are stored with the completions: those of the current weights (`num_iterations` over 1) and those of the
-        model without its adapter (`beta`).
+        They are those of the current weights (`num_iterations` over 1) and of the model without its adapter (`beta`).
         """
-        self._counts, self._sums = None, []
+        self._counts, self._sums, self._computed = None, [], []
         ready: list[MicroBatch] = []
         for batch in batches:
             assert isinstance(batch, CompletionBatch)
@@ -191,7 +203,7 @@ class GrpoObjective(Objective):
         return ready
 
     def _add_logprobs(self, batch: CompletionBatch, field_name: str, *, with_adapter: bool) -> CompletionBatch:
-        """Return the batch with log-probabilities in a field; compute and store them if it has none."""
+        """Return the batch with log-probabilities in a field; compute them if it has none."""
         # All ranks take the forward or none does: either all completions of a step were trained on before, or none.
         if getattr(batch, field_name) is not None:
             return batch
@@ -202,14 +214,21 @@ class GrpoObjective(Objective):
             logprobs, _ = self._logprobs(batch)
         if batch.is_dummy:
             return batch
-        values = iter(logprobs.tolist())
-        for trajectory in batch.trajectories:
-            setattr(trajectory, field_name, [next(values) for _ in trajectory.ids])
+        experts = None
         if with_adapter and self._stores_first_routing:
             experts = torch.stack([layer.index for layer in layers], dim=1).short()
-            batch.keep_experts(experts)
-            batch = replace(batch, experts=experts)
-        return replace(batch, **{field_name: logprobs})  # type: ignore[arg-type]
+        self._computed.append(_Computed(batch, field_name, logprobs, experts))
+        batch = replace(batch, **{field_name: logprobs})  # type: ignore[arg-type]
+        return batch if experts is None else replace(batch, experts=experts)
+
+    def _store_computed(self) -> None:
+        """Store what this step has computed with the completions, for further steps on them. Waits for the device."""
+        for computed in self._computed:
+            values = iter(computed.logprobs.tolist())
+            for trajectory in computed.batch.trajectories:
+                setattr(trajectory, computed.field_name, [next(values) for _ in trajectory.ids])
+            if computed.experts is not None:
+                computed.batch.keep_experts(computed.experts)
 
     def loss(self, batch: MicroBatch, totals: BatchTotals) -> LossTerms:
         """Return this micro-batch's share: the weights of its tokens are normalised over the step."""
@@ -223,9 +242,8 @@ class GrpoObjective(Objective):
         is_trained = batch.weights > 0
         if layers:
             # A prompt may be computed once or several times, each trained token exactly once.
-            rows = batch.token_at[is_trained]
-            trained_routing = [LayerRouting(layer.logits[rows], layer.index[rows]) for layer in layers]
-            counts = expert_counts(trained_routing, layers[0].logits.shape[-1])
+            routing = [LayerRouting(layer.logits, layer.index[batch.token_at]) for layer in layers]
+            counts = expert_counts(routing, layers[0].logits.shape[-1], is_trained)
             self._counts = counts if self._counts is None else self._counts + counts
         if batch.is_dummy:
             return LossTerms(logprobs.sum() * 0.0)
@@ -239,6 +257,7 @@ class GrpoObjective(Objective):
 
     def end_step(self) -> None:
         """Complete the metrics. Collective: one sum of a few numbers, and another if there are experts."""
+        self._store_computed()
         if self._counts is not None:
             self._counts = sum_over_ranks(self._counts, self._ranks)
         local_sums = torch.stack(self._sums).sum(0).tolist() if self._sums else [0.0] * (len(METRICS) + 1)
