@@ -82,6 +82,15 @@ def test_the_loss_of_a_bfloat16_model_is_summed_in_float32(monkeypatch: pytest.M
     )
 
 
+def test_weighted_losses_are_summed_in_float32_under_autocast() -> None:
+    hidden, head, targets = make(bias=False, count=600)
+    weights = torch.linspace(0.1, 2.0, 600)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = sum_nll(hidden, head, targets, weights)
+        losses = F.cross_entropy(head(hidden).float(), targets, reduction="none")
+    torch.testing.assert_close(found, (losses * weights).sum(), atol=0, rtol=1e-5)
+
+
 @pytest.mark.parametrize("function", ["nll", "logprobs"])
 def test_gradients_of_a_weight_are_summed_over_chunks_in_float32(
     monkeypatch: pytest.MonkeyPatch, function: str

@@ -140,7 +140,8 @@ class _SumNLL(torch.autograd.Function):
         for chunk in _chunks(len(targets)):
             logprobs = torch.log_softmax(inputs.logits(chunk).float(), dim=-1)
             of_targets = logprobs.gather(1, targets[chunk, None])
-            sums.append(-of_targets.sum() if weights is None else -(of_targets[:, 0] @ weights[chunk]))
+            # No product of vectors, which autocast would compute in bfloat16.
+            sums.append(-(of_targets if weights is None else of_targets * weights[chunk, None]).sum())
             if gradients is not None:
                 d_logits = logprobs.exp_().scatter_(1, targets[chunk, None], of_targets.exp() - 1)
                 gradients.add(chunk, d_logits if weights is None else d_logits.mul_(weights[chunk, None]))

@@ -150,7 +150,8 @@ class TokenLoss:
         if self._head is None:
             logits = _trained_logits(self._model, arguments, batch)
             losses = F.cross_entropy(logits.float(), batch.targets, reduction="none")
-            return losses.sum() if batch.weights is None else losses @ batch.weights
+            # No product of vectors, which autocast would compute in bfloat16.
+            return (losses if batch.weights is None else losses * batch.weights).sum()
         hidden = body_of(self._model)(**arguments).last_hidden_state[0]
         return sum_nll(hidden[batch.target_positions], self._head, batch.targets, batch.weights)
 
