@@ -20,9 +20,12 @@ from surefoot.methods.grpo.batch import Trajectory, collate_completions
 from surefoot.methods.grpo.loss import GrpoObjective
 from surefoot.methods.grpo.settings import GrpoConfig
 from surefoot.methods.sft.method import SftObjective
+from surefoot.methods.token_loss import TokenLoss
 from surefoot.models.build import BuiltModel, build_model
+from surefoot.models.isolation import isolate_samples
 from surefoot.models.lora import LoraSettings
 from surefoot.training.step import counts_of
+from tests.models.architectures import tiny_model
 from tests.support.cuda_branches import count_waits, cuda_branches
 
 CPU = torch.device("cpu")
@@ -112,3 +115,15 @@ def test_what_waits_for_a_device_is_counted() -> None:
         values.repeat_interleave(values).tolist()
         values.repeat_interleave(values, output_size=6)
     assert waits == {"index": 1, "_local_scalar_dense": 1, "repeat_interleave": 1, "tolist": 1}
+
+
+def test_weighted_losses_of_a_model_that_caps_its_logits_are_summed_in_float32() -> None:
+    model = tiny_model("gemma2")
+    isolate_samples(model, torch.float32, is_sharded=False)
+    loss, batch = TokenLoss(model), sft_batch()
+    assert loss.holds_all_logits
+    with torch.no_grad():
+        wanted = loss(batch)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = loss(batch)
+    torch.testing.assert_close(found, wanted, rtol=3e-4, atol=0)
