@@ -32,11 +32,11 @@ CPU = torch.device("cpu")
 Make = Callable[[str], Path]
 
 
-def sft_batch() -> MicroBatch:
+def sft_batch(vocabulary: int = 200) -> MicroBatch:
     """Samples with weights of two sizes; many tokens, because in bfloat16 some choose other experts."""
     draw = np.random.default_rng(0)
     samples = [
-        Sample(draw.integers(5, 200, n).astype(np.int32), np.full(n, weight, np.float32), place="x")
+        Sample(draw.integers(5, vocabulary, n).astype(np.int32), np.full(n, weight, np.float32), place="x")
         for n, weight in ((13, 1.0), (140, 0.5), (24, 1.0), (90, 1.0), (200, 1.0))
     ]
     return collate(samples)
@@ -120,7 +120,7 @@ def test_what_waits_for_a_device_is_counted() -> None:
 def test_weighted_losses_of_a_model_that_caps_its_logits_are_summed_in_float32() -> None:
     model = tiny_model("gemma2")
     isolate_samples(model, torch.float32, is_sharded=False)
-    loss, batch = TokenLoss(model), sft_batch()
+    loss, batch = TokenLoss(model), sft_batch(model.config.vocab_size)
     assert loss.holds_all_logits
     with torch.no_grad():
         wanted = loss(batch)
