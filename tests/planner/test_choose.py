@@ -8,8 +8,9 @@ import pytest
 
 from surefoot.config import RunConfig, load_config
 from surefoot.errors import ConfigError, ModelError
+from surefoot.models.build import meta_model
 from surefoot.planner import choose
-from surefoot.planner.choose import choose_for_memory, choose_on_this_machine
+from surefoot.planner.choose import choose_for_memory, choose_on_this_machine, list_choices
 from surefoot.planner.command import plan
 from surefoot.planner.devices import get_device
 from surefoot.planner.forecast import RESERVED_SHARE, Forecast, forecast
@@ -94,9 +95,28 @@ def test_layers_that_cannot_be_recomputed_are_not(model_folder: Any, tmp_path: P
         return forecast(run, base, card)
 
     values = {"per_device_train_batch_size": "auto", "global_batch_size": 4}
-    run, line = choose_for_memory(small(values, tmp_path), forecast_run, is_on_gpu=True, can_recompute=False)
+    run, line = choose_for_memory(small(values, tmp_path), forecast_run, is_on_gpu=True, choices=[False])
     assert (run.gradient_checkpointing, asked) == (False, [False])
     assert "the least, but" in str(line)
+
+
+@pytest.mark.long
+def test_experts_are_kept_where_that_fits(model_folder: Any, tmp_path: Path) -> None:
+    card, base = get_device("h100"), model_folder("qwen2_moe")
+    run = small({"max_length": 20_000, "per_device_train_batch_size": 1}, tmp_path)
+    choices = list_choices(meta_model(base))
+    assert choices == [False, "selective", True]
+    needed = [
+        forecast(run.model_copy(update={"gradient_checkpointing": choice}), base, card).device_peak[1]
+        for choice in choices
+    ]
+    assert needed[0] > needed[1] > needed[2]
+    for choice, peak in zip(choices, needed, strict=True):
+        least = replace(card, memory_bytes=int(peak / (1 - RESERVED_SHARE)) + 1)
+        chosen, line = choose_for_memory(
+            run, lambda candidate, on=least: forecast(candidate, base, on), is_on_gpu=True, choices=choices
+        )
+        assert chosen.gradient_checkpointing == choice, line
 
 
 def test_a_model_that_cannot_be_forecast_gets_what_needs_least(tmp_path: Path) -> None:

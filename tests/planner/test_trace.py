@@ -13,6 +13,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from surefoot.config import DatasetItem
+from surefoot.config.schema import Checkpointing
 from surefoot.methods.base import BatchTotals
 from surefoot.methods.grpo.batch import Trajectory, collate_completions
 from surefoot.methods.grpo.loss import GrpoObjective, PlannedPolicyLoss, PolicyLoss
@@ -36,12 +37,12 @@ LORA = LoraSettings(4, 8, targets=("all",))
 
 
 def traced(
-    folder: Path, lora: LoraSettings | None, *, is_checkpointed: bool = False, layers: int | None = None,
+    folder: Path, lora: LoraSettings | None, *, checkpointing: Checkpointing = False, layers: int | None = None,
     is_accumulated: bool = False, share: float = 1.0, lengths: list[int] = LENGTHS, dtype: torch.dtype = torch.float32,
 ) -> Trace:  # fmt: skip
     with FakeTensorMode():
         built = build_without_storage(
-            folder, lora=lora, dtype=dtype, gradient_checkpointing=is_checkpointed, packed_attention=ATTENTION,
+            folder, lora=lora, dtype=dtype, gradient_checkpointing=checkpointing, packed_attention=ATTENTION,
             layers=layers,
         )  # fmt: skip
         batch = make_shaped_batch(lengths, sum(lengths) - len(lengths))
@@ -49,15 +50,21 @@ def traced(
         return trace_step(built, batch, forward, is_on_gpu=False, is_accumulated=is_accumulated, gradient_share=share)
 
 
-@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])
-@pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize(
+    ("kind", "checkpointing"),
+    [
+        *product(("llama", "mixtral", "qwen2_moe"), (False, True)),
+        ("mixtral", "selective"),
+        ("qwen2_moe", "selective"),
+    ],
+)
 def test_the_peak_is_that_of_real_tensors(
-    kind: str, lora: LoraSettings | None, is_checkpointed: bool, model_folder: Folders
+    kind: str, lora: LoraSettings | None, checkpointing: Checkpointing, model_folder: Folders
 ) -> None:
     folder = model_folder(kind)
-    told = traced(folder, lora, is_checkpointed=is_checkpointed)
-    measured = measure_moments(folder, lora, is_checkpointed=is_checkpointed)
+    told = traced(folder, lora, checkpointing=checkpointing)
+    measured = measure_moments(folder, lora, checkpointing=checkpointing)
     assert told.moments == tuple(pytest.approx(moment, rel=0.02, abs=4096) for moment in measured)
 
 
@@ -79,11 +86,11 @@ def test_the_peak_of_every_kind_of_layer_is_that_of_real_tensors(
 
 
 def measure_moments(
-    folder: Path, lora: LoraSettings | None, *, is_checkpointed: bool = False, lengths: list[int] = LENGTHS
+    folder: Path, lora: LoraSettings | None, *, checkpointing: Checkpointing = False, lengths: list[int] = LENGTHS
 ) -> tuple[tuple[int, int, int], ...]:
     """Return the `Trace.moments` of a step with storage and values."""
     built = build_model(
-        folder, lora=lora, device=torch.device("cpu"), dtype=torch.float32, gradient_checkpointing=is_checkpointed
+        folder, lora=lora, device=torch.device("cpu"), dtype=torch.float32, gradient_checkpointing=checkpointing
     )
     objective = SftObjective(built, 0.0)
     real = batch(lengths)
@@ -159,14 +166,14 @@ FAST = [(torch.float32, False, 8), (torch.bfloat16, True, 2000)]
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("dtype", "is_checkpointed", "length"),
+    ("dtype", "checkpointing", "length"),
     [
         pytest.param(*case, marks=[] if case in FAST else pytest.mark.matrix)
         for case in product((torch.float32, torch.bfloat16), (False, True), (8, 2000))
     ],
 )
 def test_each_moment_of_a_deep_model_is_on_the_line(
-    dtype: torch.dtype, is_checkpointed: bool, length: int, model_folder: Folders, tmp_path: Path
+    dtype: torch.dtype, checkpointing: Checkpointing, length: int, model_folder: Folders, tmp_path: Path
 ) -> None:
     """In shallow models the output layer's backward is the peak, in deep ones what the layers keep may be."""
     config = json.loads((model_folder("llama") / "config.json").read_text())
@@ -176,7 +183,7 @@ def test_each_moment_of_a_deep_model_is_on_the_line(
         return traced(
             tmp_path,
             None,
-            is_checkpointed=is_checkpointed,
+            checkpointing=checkpointing,
             layers=layers,
             lengths=[length],
             dtype=dtype,

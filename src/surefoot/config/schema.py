@@ -23,6 +23,8 @@ REGULAR_EXPRESSION = re.compile(r"[\\\[\](){}|^$*+?]")
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 T = TypeVar("T")
 AUTO = "auto"
+Checkpointing = bool | Literal["selective"]
+"""What layers compute again in the backward: nothing, all but the products of experts, or all."""
 """Value of a setting that is chosen when the run starts."""
 EPSILON = 1e-9
 """Tolerance of the finished share of a run: 10 x 0.1 is not exactly 1."""
@@ -258,9 +260,10 @@ class RunConfig(BaseModel):
     """Where to train. `auto`: the GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the arithmetic. `auto`: bfloat16 on CUDA, float32 on the CPU. Trained weights are float32 either way."""
-    gradient_checkpointing: FreeOnResume[bool | Literal["auto"]] = "auto"
+    gradient_checkpointing: FreeOnResume[Checkpointing | Literal["auto"]] = "auto"
     """Whether to keep only layer inputs and recompute the rest in the backward pass, with the same expert routing.
-    `auto`: on a GPU, if `surefoot plan` expects that the run does not fit without it; on the CPU, never."""
+    `selective` keeps the products of a Mixture-of-Experts, too. `auto`: on a GPU, what `surefoot plan` expects to be
+    the fastest that fits; on the CPU, false."""
     compile: FreeOnResume[bool] = False
     """Whether to compile the decoder layers with torch.compile: fewer kernels to launch, after a minute or two."""
     nproc_per_node: Free[int] = Field(default=1, gt=0)
@@ -330,6 +333,12 @@ class RunConfig(BaseModel):
         if self.global_batch_size is not None:
             return self.global_batch_size
         return self.rows_at_a_time * (self.gradient_accumulation_steps or 1)
+
+    @property
+    def checkpointing(self) -> Checkpointing:
+        """What layers compute again in the backward: nothing while `gradient_checkpointing` is to be chosen."""
+        chosen = self.gradient_checkpointing
+        return chosen if chosen != "auto" else False
 
     @property
     def rows_at_a_time(self) -> int:

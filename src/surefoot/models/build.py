@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from surefoot.config.schema import Checkpointing
 from surefoot.errors import ModelError
 from surefoot.models import attention, experts, vision
 from surefoot.models.attention_math import leave_out_cudnn
@@ -29,6 +30,7 @@ from surefoot.models.decoder_layers import class_name, decoder_layers, indexer_n
 from surefoot.models.dtensor_blocks import load_full
 from surefoot.models.fused_norms import fuse_norms
 from surefoot.models.isolation import Isolation, isolate_samples, isolate_without_values
+from surefoot.models.kept_experts import Contexts, KeptExperts
 from surefoot.models.lora import LoraSettings, LoraTargets, attach, initial_value, is_lora
 from surefoot.models.pretrained import (
     check_generation_config,
@@ -106,7 +108,7 @@ def build_without_storage(
     *,
     lora: LoraSettings | None,
     dtype: torch.dtype,
-    gradient_checkpointing: bool,
+    gradient_checkpointing: Checkpointing,
     packed_attention: str | None,
     layers: int | None = None,
     freeze_vision: bool = True,
@@ -163,7 +165,7 @@ def build_model(
     lora: LoraSettings | None,
     device: torch.device,
     dtype: torch.dtype,
-    gradient_checkpointing: bool = False,
+    gradient_checkpointing: Checkpointing = False,
     sharding: Sharding | None = None,
     freeze_vision: bool = True,
     for_packed_rows: bool = True,
@@ -278,7 +280,7 @@ def _prepare_for_training(
     targets: LoraTargets | None,
     *,
     dtype: torch.dtype,
-    gradient_checkpointing: bool,
+    gradient_checkpointing: Checkpointing,
     kept_choices: KeptChoices | None,
     isolation: Isolation,
 ) -> BuiltModel:
@@ -289,8 +291,16 @@ def _prepare_for_training(
             f"gradient_checkpointing: transformers' {class_name(model)} cannot recompute its layers. "
             "Set gradient_checkpointing: false."
         )
+    if gradient_checkpointing == "selective" and not experts.keep_outputs(model):
+        raise ModelError(
+            f"gradient_checkpointing: selective keeps what experts return, and {class_name(model)} has none in the "
+            "layout of transformers' fused experts. Set gradient_checkpointing: true."
+        )
     if gradient_checkpointing:
-        options: dict[str, Any] = {"use_reentrant": False, "context_fn": kept_choices or keep_layout_on_recompute}
+        context_fn: Callable[[], Contexts] = kept_choices or keep_layout_on_recompute
+        if gradient_checkpointing == "selective":
+            context_fn = KeptExperts(context_fn)
+        options: dict[str, Any] = {"use_reentrant": False, "context_fn": context_fn}
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
         # transformers makes the outputs of input embeddings need gradients, for reentrant checkpointing. A frozen
         # vision tower would then run a backward.

@@ -30,6 +30,7 @@ from surefoot.models.expert_gates import ModuleGate, SwiGLU, select_gate
 from surefoot.models.expert_layouts import layout_of
 from surefoot.models.grouped_gemm import Groups
 from surefoot.models.grouped_projection import GroupedProjection, StackKind, StackTensors, computing_dtype
+from surefoot.models.kept_experts import compute_or_take
 from surefoot.models.quantization.base import format_of, stored_weight
 
 IMPLEMENTATION = "surefoot"
@@ -52,18 +53,14 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     up, down = (stored_weight(self, name) for name in layout.stacks)
     adapters = [getattr(self, f"{name}_lora_{part}", None) for name in layout.stacks for part in "AB"]
     biases = [getattr(self, f"{name}_bias") if layout.has_bias else None for name in layout.stacks]
-    return _Experts.apply(  # type: ignore[no-any-return,no-untyped-call]
-        hidden_states,
-        top_k_index,
-        top_k_weights,
-        _Variant(kind, select_gate(self)),
-        up[0],
-        down[0],
-        *adapters,
-        *biases,
-        *up[1:],
-        *down[1:],
-    )
+    variant = _Variant(kind, select_gate(self))
+    tensors = (up[0], down[0], *adapters, *biases, *up[1:], *down[1:])
+    return compute_or_take(lambda: _Experts.apply(hidden_states, top_k_index, top_k_weights, variant, *tensors))  # type: ignore[no-untyped-call]
+
+
+def keep_outputs(model: PreTrainedModel) -> bool:
+    """Return whether selective checkpointing can keep what experts of a model return."""
+    return any((layout := layout_of(module)) is not None and layout.is_conventional for module in model.modules())
 
 
 FORWARDS = {

@@ -44,7 +44,8 @@ def image_attention(
     `cu_seq_lens_q`: 0 and the end of each segment, int32 [segments + 1]. Shapes: [1, heads, T, D] -> [1, T, heads, D].
     """
     if cu_seq_lens_q is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+        return out, None
     query, key, value = as_autocast(query, key, value)
     dropout = options.get("dropout") or 0.0
     if has_kernel(query, value) and not dropout:

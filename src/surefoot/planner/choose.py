@@ -1,12 +1,15 @@
 """Values of the settings that are `auto` because they depend on memory: recomputation, and sequences at a time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
 from surefoot.config import RunConfig
-from surefoot.config.schema import AUTO
+from surefoot.config.schema import AUTO, Checkpointing
 from surefoot.errors import SurefootError, one_line
 from surefoot.models.build import meta_model
+from surefoot.models.experts import keep_outputs
 from surefoot.planner.devices import GIB, Device, detect_gpu
 from surefoot.planner.forecast import Forecast, forecast, sequence_length
 from surefoot.planner.trace import limit_trace_time
@@ -20,19 +23,21 @@ ForecastRun = Callable[[RunConfig], Forecast]
 
 
 def choose_for_memory(
-    run: RunConfig, forecast_run: ForecastRun, *, is_on_gpu: bool, can_recompute: bool = True
+    run: RunConfig,
+    forecast_run: ForecastRun,
+    *,
+    is_on_gpu: bool,
+    choices: Sequence[Checkpointing] = (False, True),
 ) -> tuple[RunConfig, str | None]:
     """Return the config without `auto` in settings that depend on memory, and a line on what was chosen, if planned.
 
     The fastest settings that fit are chosen, by the forecast; if none fit, or nothing can be forecast, those that need
-    the least memory. On the CPU nothing is recomputed unless the config says so. `can_recompute`: whether the layers of
-    the model can be recomputed.
+    the least memory. On the CPU nothing is recomputed unless the config says so. `choices`: what the model's layers can
+    recompute, the least first.
     """
     chooses_recompute = run.gradient_checkpointing == AUTO
     chooses_rows = run.per_device_train_batch_size == AUTO
-    recomputes = (
-        [False, True][: 1 + can_recompute] if chooses_recompute and is_on_gpu else [run.gradient_checkpointing is True]
-    )
+    recomputes = choices if chooses_recompute and is_on_gpu else [run.checkpointing]
     rows = _list_row_counts(run) if chooses_rows else [run.rows_at_a_time]
     least = _with(run, recomputes[-1], rows[0])
     if len(recomputes) == len(rows) == 1:
@@ -88,11 +93,18 @@ def choose_on_this_machine(run: RunConfig, base: Path) -> tuple[RunConfig, str |
         return forecast(candidate, base, device, host_free_bytes=room_bytes())
 
     with limit_trace_time(LIMIT_S):
-        can_recompute = not is_on_gpu or meta_model(base).supports_gradient_checkpointing
-        return choose_for_memory(run, forecast_run, is_on_gpu=is_on_gpu, can_recompute=can_recompute)
+        choices = list_choices(meta_model(base)) if is_on_gpu else ()
+        return choose_for_memory(run, forecast_run, is_on_gpu=is_on_gpu, choices=choices)
 
 
-def _with(run: RunConfig, recompute: bool, rows: int) -> RunConfig:
+def list_choices(model: PreTrainedModel) -> list[Checkpointing]:
+    """Return what the layers of a model can recompute, the least first. The model needs no storage."""
+    if not model.supports_gradient_checkpointing:
+        return [False]
+    return [False, "selective", True] if keep_outputs(model) else [False, True]
+
+
+def _with(run: RunConfig, recompute: Checkpointing, rows: int) -> RunConfig:
     return run.model_copy(update={"gradient_checkpointing": recompute, "per_device_train_batch_size": rows})
 
 

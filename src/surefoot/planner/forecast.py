@@ -226,7 +226,7 @@ def _plan_step(run: RunConfig, base: Path, sequences: int, where: Callable[..., 
         rows=rows,
         length=length,
         images=fit_images(run, base, rows, run.max_row_tokens),
-        is_checkpointed=run.gradient_checkpointing is True,
+        checkpointing=run.checkpointing,
         is_accumulated=sequences > rows,
     )
 

@@ -4,11 +4,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from surefoot.config import LoadedConfig, RunConfig
+from surefoot.config.schema import AUTO
 from surefoot.data.sources import check_files_exist
 from surefoot.errors import ConfigError, DataError
 from surefoot.findings import Finding
+from surefoot.models.build import meta_model
 from surefoot.models.resolve_model import resolve_model
-from surefoot.planner.choose import choose_for_memory
+from surefoot.planner.choose import choose_for_memory, list_choices
 from surefoot.planner.command import RUN_DEVICES
 from surefoot.planner.devices import DEVICES, GIB, Device, detect_gpu, get_device, measure_cpu
 from surefoot.planner.forecast import Forecast, forecast
@@ -80,7 +82,8 @@ def plan_run(loaded: LoadedConfig, sheet: str | None, *, host_gib: float, price:
     def forecast_run(candidate: RunConfig, *, is_least: bool = False) -> Forecast:
         return forecast(candidate, base, device, host_free_bytes=host_bytes, where=loaded.where, is_least=is_least)
 
-    run, chosen = choose_for_memory(run, forecast_run, is_on_gpu=device.is_gpu)
+    choices = list_choices(meta_model(base)) if device.is_gpu and run.gradient_checkpointing == AUTO else ()
+    run, chosen = choose_for_memory(run, forecast_run, is_on_gpu=device.is_gpu, choices=choices)
     current = forecast_run(run)
     return Plan(
         current,

@@ -91,7 +91,7 @@ def _propose_same_ranks(current: Forecast) -> Iterator[SettingChanges]:
         "offload": [None, "cpu"] if current.device.is_gpu and run.offload is None else [run.offload],
         "zero_stage": [stage for stage in (2, 3) if stage >= run.zero_stage] or [run.zero_stage],
         "expert_parallel_size": _list_expert_sizes(current),
-        "gradient_checkpointing": [True] if run.gradient_checkpointing is True else [False, True],
+        "gradient_checkpointing": [True] if run.checkpointing is True else [run.checkpointing, True],
         "per_device_train_batch_size": list(dict.fromkeys(rows)),
     }
     rollouts = vllm_settings(run)

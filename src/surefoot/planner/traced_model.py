@@ -14,6 +14,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from surefoot.config.schema import Checkpointing
 from surefoot.errors import ModelError, one_line
 from surefoot.methods.base import PlannedLoss
 from surefoot.models.build import BuiltModel, build_without_storage
@@ -44,7 +45,7 @@ class ModelSpec:
     def build(
         self,
         *,
-        is_checkpointed: bool = False,
+        checkpointing: Checkpointing = False,
         layers: int | None = None,
         has_own_attention: bool = False,
         is_run: bool = True,
@@ -58,7 +59,7 @@ class ModelSpec:
             self.base,
             lora=self.lora,
             dtype=self.dtype,
-            gradient_checkpointing=is_checkpointed,
+            gradient_checkpointing=checkpointing,
             packed_attention=None if has_own_attention else ATTENTION,
             layers=layers,
             freeze_vision=self.freeze_vision,
@@ -74,7 +75,7 @@ class StepSpec:
     rows: int
     length: int
     images: ImageBatch | None
-    is_checkpointed: bool
+    checkpointing: Checkpointing
     is_accumulated: bool
     """Whether the gradients of several micro-batches are summed."""
 
@@ -117,7 +118,7 @@ def trace_of(spec: ModelSpec, step: StepSpec, gradient_share: float, expert_para
 
     def trace_with(layers: int | None, *, has_own_attention: bool) -> Trace:
         with _raise_as_model_error(spec.base), FakeTensorMode():
-            built = spec.build(is_checkpointed=step.is_checkpointed, layers=layers, has_own_attention=has_own_attention)
+            built = spec.build(checkpointing=step.checkpointing, layers=layers, has_own_attention=has_own_attention)
             if expert_parallel > 1:
                 shard_experts(built.model, expert_parallel)
             vision = add_images(built, step.images) if step.images is not None else None

@@ -118,7 +118,7 @@ def build_train_context(
         lora=lora,
         device=device,
         dtype=getattr(torch, config.dtype),
-        gradient_checkpointing=config.gradient_checkpointing is True,
+        gradient_checkpointing=config.checkpointing,
         sharding=sharding,
         freeze_vision=config.freeze_vision_tower,
     )
