@@ -8,7 +8,8 @@ import torch
 
 from surefoot.events import BatchDescribed, MemorySampled, Phase, PhaseBegan
 from surefoot.findings import CATALOGUE
-from surefoot.system.memory_errors import is_out_of_memory
+from surefoot.system import allocators
+from surefoot.system.allocators import is_out_of_memory
 from surefoot.training.out_of_memory import DeviceNow, MemoryWatch
 
 GIB = 1 << 30
@@ -45,7 +46,9 @@ def test_a_large_batch_is_named() -> None:
     assert "900" not in watch(900).finding(REFUSED, device()).cause
 
 
-def test_others_and_pieces_are_named_with_their_fix() -> None:
+def test_others_and_pieces_are_named_with_their_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in allocators.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
     shared = watch(100).finding(REFUSED, device(others=40))
     assert re.search("40.0 GiB .*outside PyTorch", shared.cause)
     assert shared.evidence["outside_gib"] == 40
@@ -54,7 +57,9 @@ def test_others_and_pieces_are_named_with_their_fix() -> None:
     pieces = watch(100).finding(REFUSED, device(unused=12))
     assert re.search("12.0 GiB .*unused", pieces.cause)
     assert pieces.evidence["kept_unused_gib"] == 12
-    assert re.match(f".*PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. {re.escape(USUAL_FIX)}$", pieces.fix)
+    assert re.match(f".*PYTORCH_ALLOC_CONF=expandable_segments:True. {re.escape(USUAL_FIX)}$", pieces.fix)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert watch(100).finding(REFUSED, device(unused=12)).fix == USUAL_FIX
     assert "unused" not in watch(100).finding(REFUSED, device(unused=2)).cause  # 2 GiB in one piece would not do either
     in_rollout = watch(100, phase="rollout").finding(REFUSED, device())
     assert re.match(f".*rollout_batch_size.* {re.escape(USUAL_FIX)}$", in_rollout.fix)

@@ -108,17 +108,13 @@ class _HeadGradients:
         else:
             self._weight += d_logits.t() @ self._inputs.hidden[chunk]
 
-    def as_types(self, dtypes: Sequence[torch.dtype], factor: Tensor | None = None) -> list[Tensor | None]:
-        """Return the three gradients in the types of what they are for; with a factor they are overwritten."""
-        gradients = (self._hidden, self._weight, self._bias)
+    def as_types_of(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tensor | None]:
+        """Return the three gradients, None where they are not needed, in the types of what they are for."""
+        pairs = zip((self._hidden, self._weight, self._bias), (hidden, weight, bias), strict=True)
         return [
-            (gradient if factor is None else gradient.mul_(factor)).to(dtype) if gradient is not None else None
-            for gradient, dtype in zip(gradients, dtypes, strict=True)
+            gradient.to(tensor.dtype) if gradient is not None and tensor is not None else None
+            for gradient, tensor in pairs
         ]
-
-
-def _types_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[torch.dtype, ...]:
-    return hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
 
 
 class _SumNLL(torch.autograd.Function):
@@ -145,14 +141,14 @@ class _SumNLL(torch.autograd.Function):
             if gradients is not None:
                 d_logits = logprobs.exp_().scatter_(1, targets[chunk, None], of_targets.exp() - 1)
                 gradients.add(chunk, d_logits if weights is None else d_logits.mul_(weights[chunk, None]))
-        ctx.gradients, ctx.dtypes = gradients, _types_of(hidden, weight, bias)
+        ctx.gradients = gradients.as_types_of(hidden, weight, bias) if gradients is not None else []
         return torch.stack(sums).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_sum: Tensor) -> tuple[Tensor | None, ...]:
-        gradients, ctx.gradients = ctx.gradients, None
-        return (*gradients.as_types(ctx.dtypes, factor=d_sum), None, None, None, None)
+        gradients, ctx.gradients = ctx.gradients, []  # multiplied in place, so there is no second backward
+        return (*(None if part is None else part.mul_(d_sum) for part in gradients), None, None, None, None)
 
 
 class _Logprobs(torch.autograd.Function):
@@ -175,20 +171,20 @@ class _Logprobs(torch.autograd.Function):
             logprobs[chunk], entropies[chunk] = score_logits(
                 inputs.logits(chunk), targets[chunk], banned=banned, temperature=temperature
             )
-        ctx.save_for_backward(targets, banned, *(tensor for tensor in inputs if tensor is not None))
-        ctx.temperature, ctx.dtypes = temperature, _types_of(hidden, weight, bias)
+        ctx.save_for_backward(targets, banned, hidden, weight, bias, *inputs)
+        ctx.temperature = temperature
         ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_logprobs: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        targets, banned, hidden, weight, *bias = ctx.saved_tensors
-        inputs = HeadInputs(hidden, weight, bias[0] if bias else None)
+        targets, banned, hidden, weight, bias, *product = ctx.saved_tensors
+        inputs = HeadInputs(*product)
         gradients = _HeadGradients(inputs, ctx.needs_input_grad)
         for chunk in _chunks(len(targets)):
             logprobs = _log_softmax(inputs.logits(chunk), banned, ctx.temperature)
             of_targets = logprobs.gather(1, targets[chunk, None])
             d_logits = logprobs.exp_().scatter_(1, targets[chunk, None], of_targets.exp() - 1)
             gradients.add(chunk, d_logits.mul_(d_logprobs[chunk, None] / -ctx.temperature))
-        return (*gradients.as_types(ctx.dtypes), None, None, None, None)
+        return (*gradients.as_types_of(hidden, weight, bias), None, None, None, None)

@@ -12,7 +12,7 @@ from surefoot.models.decoder_layers import class_name
 from surefoot.models.pretrained import BAD_CONFIG
 from surefoot.models.resolve_model import longest_context
 from surefoot.models.vision import attention
-from surefoot.system.memory_errors import is_out_of_memory
+from surefoot.system.allocators import is_out_of_memory
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-3, 1e3
 """Bounds within which logits divided by the temperature stay finite and distinct in every precision."""

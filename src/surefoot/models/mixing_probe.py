@@ -30,7 +30,7 @@ from surefoot.models.pretrained import BAD_CONFIG
 from surefoot.models.routing import router_names
 from surefoot.models.sample_layout import ARGUMENT, SampleLayout, samples_are
 from surefoot.models.vision import attention, image_tokens
-from surefoot.system.memory_errors import is_out_of_memory
+from surefoot.system.allocators import is_out_of_memory
 
 PROBE_LENGTHS = (13, 10)
 """Lengths of the two samples of the probe; the second is changed where its sum would be a size of the model."""

@@ -33,8 +33,8 @@ from surefoot.errors import ModelError, is_panic, one_line
 from surefoot.models.quantization.released import find_quantization
 from surefoot.models.resolve_model import read_json_object
 from surefoot.models.tokenizer_file import check_tokenizer_file
+from surefoot.system.allocators import is_out_of_memory
 from surefoot.system.atomic_io import write_json
-from surefoot.system.memory_errors import is_out_of_memory
 
 PROCESSOR_CONFIG, PROCESSOR_TEMPLATE = "processor_config.json", "chat_template.json"
 """Files that may hold a processor's chat template. transformers reads it for processors alone, whose tokenizers often

@@ -18,7 +18,7 @@ from surefoot.models.decoder_layers import class_name
 from surefoot.models.image_attention import IMPLEMENTATION as SEGMENTS
 from surefoot.models.image_attention import hands_over_segments
 from surefoot.models.pretrained import BAD_CONFIG
-from surefoot.system.memory_errors import is_out_of_memory
+from surefoot.system.allocators import is_out_of_memory
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 """Names under which models take a mask of the tokens that stand for images."""

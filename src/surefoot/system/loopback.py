@@ -1,15 +1,14 @@
 """Keeping gloo and NCCL on the loopback interface if all ranks of a run are on one machine."""
 
-import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import psutil
 
+from surefoot.system.added_variables import add_variables, remove_variables
+
 ADDRESS = "127.0.0.1"
-ADDED = "SUREFOOT_ADDED_VARIABLES"
-"""Environment variable with the names of the variables that are set here, and not by the user."""
 
 
 def loopback_variables() -> dict[str, str]:
@@ -26,17 +25,8 @@ def kept_on_this_machine(*, is_needed: bool = True) -> Iterator[None]:
 
     By default both listen on the interface of the machine's host name.
     """
-    added = {name: value for name, value in loopback_variables().items() if is_needed and not os.environ.get(name)}
-    if added:
-        os.environ.update({**added, ADDED: ",".join(added)})
+    added = add_variables(loopback_variables() if is_needed else {})
     try:
         yield
     finally:
-        for name in (*added, ADDED) if added else ():
-            os.environ.pop(name, None)
-
-
-def variables_of_user() -> dict[str, str]:
-    """Return the environment without the variables that are set here."""
-    added = {ADDED, *os.environ.get(ADDED, "").split(",")}
-    return {name: value for name, value in os.environ.items() if name not in added}
+        remove_variables(added)

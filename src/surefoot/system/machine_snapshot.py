@@ -22,9 +22,9 @@ from typing import Any
 import psutil
 
 from surefoot.system import cgroup
+from surefoot.system.added_variables import variables_of_user
 from surefoot.system.deadline import Deadline, DeadlineExceeded
 from surefoot.system.kernel_log import OF_PROGRAMS, KernelLog, gpu_errors
-from surefoot.system.loopback import variables_of_user
 from surefoot.system.machine import ELSEWHERE, HERE, LISTENS, Disk, Interface, Port, Snapshot
 from surefoot.system.nccl_conflict import other_nccl
 from surefoot.system.nvml import read_cards, read_peers, read_topology
@@ -46,13 +46,7 @@ PACKAGES = (
     "torchvision",
 )
 SET_BY_A_RUN = frozenset(
-    (
-        "CUDA_DEVICE_ORDER",
-        "CUDA_MODULE_LOADING",
-        "TORCH_FR_BUFFER_SIZE",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-        "TORCH_NCCL_ENABLE_TIMING",
-    )
+    ("CUDA_MODULE_LOADING", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_TIMING")
 )
 """Variables that torch, its launcher and the recorder of collectives set."""
 READ_BY = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "OMP_", "MKL_", "UCX_", "LD_LIBRARY_PATH", "LD_PRELOAD")

@@ -23,7 +23,7 @@ from surefoot.errors import ConfigError, ModelError
 from surefoot.methods.base import BatchTotals, TrainContext
 from surefoot.models.build import meta_model
 from surefoot.models.expert_layouts import can_be_shared_out, experts_of
-from surefoot.system.memory_errors import is_out_of_memory
+from surefoot.system.allocators import is_out_of_memory
 from surefoot.training.step import NotFinite, counts_of, train_step
 from surefoot.training.train_setup import build_train_context, sharding_of
 

@@ -8,8 +8,8 @@ from surefoot.errors import StoppedOnFinding, StorageError, SurefootError
 from surefoot.events import Emit, FindingMade, Notice
 from surefoot.findings import Finding
 from surefoot.findings.library_errors import find_library_error
+from surefoot.system.allocators import is_out_of_memory
 from surefoot.system.console import say
-from surefoot.system.memory_errors import is_out_of_memory
 from surefoot.training.out_of_memory import DeviceNow, MemoryWatch
 from surefoot.training.run_summary import Status
 

@@ -10,7 +10,7 @@ import torch
 
 from surefoot.events import BatchDescribed, Event, MemorySampled, PhaseBegan
 from surefoot.findings import CATALOGUE, Finding
-from surefoot.system.memory_errors import HOST_ALLOCATOR_ERROR
+from surefoot.system.allocators import EXPANDABLE, HOST_ALLOCATOR_ERROR, allocator_settings
 
 REQUESTED_SIZE = re.compile(r"[Tt]ried to allocate (?P<shown>(?P<number>[\d.]+) (?P<unit>bytes|KiB|MiB|GiB))")
 UNIT_BYTES = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -103,7 +103,8 @@ class MemoryWatch:
                 fix = f"See who else uses that GPU (nvidia-smi): a server, or a run that did not end. {fix}"
             if requested and unused >= float(requested["number"]) * UNIT_BYTES[requested["unit"]]:
                 cause += f"; {unused / 2**30:.1f} GiB are unused, in pieces that are smaller than the request"
-                fix = f"Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. {fix}"
+                if EXPANDABLE not in allocator_settings():
+                    fix = f"Set PYTORCH_ALLOC_CONF={EXPANDABLE}. {fix}"
         if phase == "rollout":
             fix = f"Lower rollout_batch_size, so that fewer completions are generated at once. {fix}"
         return Finding("SF209", cause, {**evidence, "error": message.splitlines()[0][:300] if message else ""}, fix)

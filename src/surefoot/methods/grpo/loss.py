@@ -191,7 +191,7 @@ class GrpoObjective(Objective):
 
         They are those of the current weights (`num_iterations` over 1) and of the model without its adapter (`beta`).
         """
-        self._counts, self._sums, self._computed = None, [], []
+        self._counts, self._sums = None, []
         ready: list[MicroBatch] = []
         for batch in batches:
             assert isinstance(batch, CompletionBatch)
@@ -229,6 +229,7 @@ class GrpoObjective(Objective):
                 setattr(trajectory, computed.field_name, [next(values) for _ in trajectory.ids])
             if computed.experts is not None:
                 computed.batch.keep_experts(computed.experts)
+        self._computed = []
 
     def loss(self, batch: MicroBatch, totals: BatchTotals) -> LossTerms:
         """Return this micro-batch's share: the weights of its tokens are normalised over the step."""

@@ -46,14 +46,14 @@ from surefoot.models.pretrained import meta_model
 from surefoot.models.resolve_model import longest_context
 from surefoot.models.routing import router_names
 from surefoot.models.vision import image_tokens
-from surefoot.system import loopback
+from surefoot.system import allocators, loopback
+from surefoot.system.added_variables import variables_of_user
 
 ENGINE_FOLDER = "engine"
 """Subfolder of the run folder for the server's log and the weights that are sent to it."""
 PROBE_TEXT = "One, two, three, four, five"
 MIN_CONTEXT_TOKENS = 128
 """Smallest context length of a server, in tokens: the probe may need it."""
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 LAUNCHER_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_")
 """Variables of the training ranks, with which a server would take itself for one of them."""
@@ -162,7 +162,7 @@ def _build_options(config: GrpoConfig, images: ImageSettings | None, *, adapts_e
 
 
 def _build_environment(config: GrpoConfig) -> dict[str, str]:
-    variables = {name: value for name, value in loopback.variables_of_user().items() if not _is_launcher_variable(name)}
+    variables = {name: value for name, value in variables_of_user().items() if not _is_launcher_variable(name)}
     if config.device == "cpu":
         variables.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         if not config.max_staleness:  # training waits meanwhile, so no core is reserved for other work
@@ -171,7 +171,7 @@ def _build_environment(config: GrpoConfig) -> dict[str, str]:
         variables["CUDA_VISIBLE_DEVICES"] = config.vllm_devices
     if config.vllm_sleep:  # memory that grows in segments cannot be freed
         variables |= {
-            name: _drop_expandable_segments(variables[name]) for name in ALLOCATOR_VARIABLES if name in variables
+            name: _drop_expandable_segments(variables[name]) for name in allocators.VARIABLES if name in variables
         }
     if config.tuning == "full" or config.vllm_sleep:  # new weights, sleep and wake are endpoints of this mode
         variables["VLLM_SERVER_DEV_MODE"] = "1"
@@ -180,7 +180,8 @@ def _build_environment(config: GrpoConfig) -> dict[str, str]:
     if config.tuning == "lora":
         variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     variables.pop("VLLM_API_KEY", None)  # it is another server's: this one is local, and requests carry no key
-    return {**loopback.loopback_variables(), "VLLM_HOST_IP": loopback.ADDRESS, **variables, "VLLM_NO_USAGE_STATS": "1"}
+    own = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "VLLM_HOST_IP": loopback.ADDRESS}  # GPUs have the numbers of the run's
+    return {**loopback.loopback_variables(), **own, **variables, "VLLM_NO_USAGE_STATS": "1"}
 
 
 def _drop_expandable_segments(options: str) -> str:

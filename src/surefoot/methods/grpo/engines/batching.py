@@ -13,7 +13,7 @@ from surefoot.errors import ModelError, one_line
 from surefoot.methods.grpo.engines.generation_cache import REMEDY
 from surefoot.methods.grpo.types import Request
 from surefoot.models.pretrained import BAD_CONFIG
-from surefoot.system.memory_errors import is_out_of_memory
+from surefoot.system.allocators import is_out_of_memory
 
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 LOW_PRECISION_TOLERANCE = 0.2

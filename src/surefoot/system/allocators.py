@@ -1,7 +1,12 @@
-"""Errors that say that memory is exhausted, in the words of every allocator. Imports no torch."""
+"""Allocators of memory: their setting in the environment, and the errors with which they refuse. Imports no torch."""
 
+import os
 import re
 
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables with the settings of torch's allocator on GPUs."""
+EXPANDABLE = "expandable_segments:True"
+"""The setting with which its segments grow, so that free memory does not end up in pieces."""
 HOST_ALLOCATOR_ERROR = "DefaultCPUAllocator: can't allocate memory"
 EXHAUSTED = re.compile(
     r"(?:CUDA|HIP|XPU|MPS backend) out of memory|(?:CUDA|HIP) error: out of memory|Cuda failure.*out of memory"
@@ -13,3 +18,8 @@ EXHAUSTED = re.compile(
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether a device's memory, or that of the host, is exhausted. Other errors have the same classes."""
     return isinstance(error, RuntimeError) and EXHAUSTED.search(str(error)) is not None
+
+
+def allocator_settings() -> str:
+    """Return the settings of torch's allocator on GPUs in the environment; empty if there are none."""
+    return next((value for name in VARIABLES if (value := os.environ.get(name))), "")
