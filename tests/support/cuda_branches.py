@@ -74,6 +74,11 @@ def cuda_branches(capability: tuple[int, int] = HOPPER) -> Iterator[None]:
 _is_counting = True
 
 
+def is_counting() -> bool:
+    """Return whether the work in progress is that of the code that is tested, and not that of a stand-in."""
+    return _is_counting
+
+
 @contextmanager
 def not_counted() -> Iterator[None]:
     """Count no waits in the block: what a stand-in does is no work of the code that is tested."""

@@ -1,0 +1,159 @@
+"""Counts that decide speed on a GPU, taken without one: calls of attention in vision towers, and kernels of a step.
+
+    PYTHONPATH=. python benchmarks/gpu_counts.py
+
+Towers and layers have the depths and numbers of published models and tiny widths, which change no count. A GPU's code
+runs on the CPU, with stand-ins for its kernels. Writes benchmarks/results/<date>-gpu-counts.md.
+"""
+
+import datetime
+import tempfile
+from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from tests.support.batches import batch
+from tests.support.cuda_branches import cuda_branches, is_counting
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+
+from surefoot.config.schema import Checkpointing
+from surefoot.methods.base import BatchTotals
+from surefoot.methods.sft.method import SftObjective
+from surefoot.models import vision
+from surefoot.models.build import build_model
+from surefoot.models.lora import LoraSettings
+
+HERE = Path(__file__).parent
+IMAGES = torch.tensor([[1, 48, 64]] * 8)
+"""Frames, height and width in patches: eight images of 768 tokens."""
+TEXT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 200, "eos_token_id": 1}  # fmt: skip
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+
+
+def qwen2_5_vl() -> PreTrainedModel:
+    tower = {**TOWER, "depth": 32, "patch_size": 14, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
+    text = {**TEXT, "rope_parameters": MROPE}
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=tower))
+
+
+def qwen3_vl() -> PreTrainedModel:
+    tower = {**TOWER, "depth": 27, "patch_size": 16, "deepstack_visual_indexes": [8, 16, 24]}
+    text = {**TEXT, "head_dim": 8, "rope_parameters": {**MROPE, "mrope_interleaved": True}}
+    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=tower))
+
+
+def count_attention_calls(model: PreTrainedModel) -> tuple[int, Tensor]:
+    """Return the number of calls of torch's attention for the images, and their vectors."""
+    config, calls, attend = model.config.vision_config, Counter[str](), F.scaled_dot_product_attention
+    size = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    pixels = torch.randn(int(IMAGES.prod(1).sum()), size, generator=torch.Generator().manual_seed(0))
+
+    def count(*arguments: Any, **options: Any) -> Tensor:
+        calls["attention"] += 1
+        return attend(*arguments, **options)
+
+    with torch.no_grad(), patch.object(F, "scaled_dot_product_attention", count):
+        features = model.eval().base_model.get_image_features(pixels, IMAGES, return_dict=True)
+    return calls["attention"], torch.cat(list(features.pooler_output))
+
+
+def compare_towers() -> list[str]:
+    rows = []
+    for name, model in (("Qwen2.5-VL", qwen2_5_vl()), ("Qwen3-VL", qwen3_vl())):
+        stock, wanted = count_attention_calls(model)
+        vision.plug_in(model)
+        ours, found = count_attention_calls(model)
+        difference = float((found - wanted).abs().max())
+        rows.append(f"| {name}, {model.config.vision_config.depth} blocks | {stock:,} | {ours:,} | {difference:.1e} |")
+    return rows
+
+
+class Kernels(TorchDispatchMode):
+    """Counter of the operations that are no views, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_counting() and not func.is_view:
+            self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_kernels(folder: Path, checkpointing: Checkpointing) -> Counter[str]:
+    """Return the kernels of one micro-batch in bfloat16 with LoRA r=8 on attention and experts."""
+    with cuda_branches():
+        built = build_model(
+            folder, lora=LoraSettings(rank=8, alpha=8.0), device=torch.device("cpu"), dtype=torch.bfloat16,
+            gradient_checkpointing=checkpointing,
+        )  # fmt: skip
+        objective, rows = SftObjective(built, 0.0), batch([60, 100])
+        totals = BatchTotals(rows.num_tokens, rows.num_trained, rows.trained_weight)
+        objective.loss(rows, totals).total.backward()
+        with Kernels() as kernels:
+            objective.loss(rows, totals).total.backward()
+    return kernels.counts
+
+
+def compare_checkpointing() -> list[str]:
+    config = Qwen2MoeConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=24, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=256, num_experts=60, num_experts_per_tok=4, moe_intermediate_size=32,
+        shared_expert_intermediate_size=64,
+    )  # fmt: skip
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        Qwen2MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(name)
+        for checkpointing in (True, "selective", False):
+            counts = count_kernels(Path(name), checkpointing)
+            numbers = (sum(counts.values()), counts["_grouped_mm"], counts["mm"] + counts["addmm"], counts["_to_copy"])
+            cells = " | ".join(f"{number:,}" for number in numbers)
+            rows.append(f"| {str(checkpointing).lower()} | {cells} |")
+    return rows
+
+
+def main() -> None:
+    today = datetime.date.today().isoformat()
+    versions = ", ".join(f"{package} {version(package)}" for package in ("torch", "transformers"))
+    lines = [
+        "# Counts of a GPU's code, without a GPU",
+        "",
+        f"{today}, on the CPU with stand-ins for kernels (`benchmarks/gpu_counts.py`). {versions}.",
+        "",
+        "Calls of attention in a vision tower for eight images of 768 tokens. On a GPU each call is one kernel.",
+        "",
+        "| | transformers, `sdpa` | Surefoot | largest difference |",
+        "|---|---|---|---|",
+        *compare_towers(),
+        "",
+        "One micro-batch of Qwen1.5-MoE-A2.7B's layers (24 layers, 60 experts, LoRA r=8 on attention and experts, "
+        "bfloat16), by `gradient_checkpointing`. RMSNorm is counted as the operations that it is on the CPU.",
+        "",
+        "| | operations that are no views | grouped products | other products | casts |",
+        "|---|---|---|---|---|",
+        *compare_checkpointing(),
+        "",
+    ]
+    print("\n".join(lines))
+    (HERE / "results" / f"{today}-gpu-counts.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
