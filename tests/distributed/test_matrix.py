@@ -47,8 +47,8 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
 JOBS: dict[str, dict[str, Any]] = {
     "llama-full": {"model": "llama", "tuning": "full", "eval_fraction": 0.2},
     "mixtral-lora-packed": {"model": "mixtral", "packing": True, "global_batch_size": 3},
-    "mixtral-full": {"model": "mixtral", "tuning": "full"},
-    "qwen2_moe-lora": {"model": "qwen2_moe", "router_aux_loss_coef": 0.01},
+    "mixtral-full": {"model": "mixtral", "tuning": "full", "gradient_checkpointing": "selective"},
+    "qwen2_moe-lora": {"model": "qwen2_moe", "router_aux_loss_coef": 0.01, "gradient_checkpointing": "selective"},
     "qwen2_moe-lora-router": {
         "model": "qwen2_moe",
         "target_modules": ["all", "router"],

@@ -197,6 +197,7 @@ def test_a_run_can_start_from_an_adapter(settings: dict[str, Any], tmp_path: Pat
     "changes",
     [
         {"gradient_checkpointing": True},
+        {"gradient_checkpointing": "selective"},
         {"lora_dropout": 0.1, "target_modules": ["attention", "mlp"]},
         {"use_rslora": True},
         {"dtype": "bfloat16"},
