@@ -8,7 +8,6 @@ import pytest
 
 from surefoot.config import RunConfig, load_config
 from surefoot.errors import ConfigError, ModelError
-from surefoot.models.build import meta_model
 from surefoot.planner import choose
 from surefoot.planner.choose import choose_for_memory, choose_on_this_machine, list_choices
 from surefoot.planner.command import plan
@@ -104,7 +103,7 @@ def test_layers_that_cannot_be_recomputed_are_not(model_folder: Any, tmp_path: P
 def test_experts_are_kept_where_that_fits(model_folder: Any, tmp_path: Path) -> None:
     card, base = get_device("h100"), model_folder("qwen2_moe")
     run = small({"max_length": 20_000, "per_device_train_batch_size": 1}, tmp_path)
-    choices = list_choices(meta_model(base))
+    choices = list_choices(base)
     assert choices == [False, "selective", True]
     needed = [
         forecast(run.model_copy(update={"gradient_checkpointing": choice}), base, card).device_peak[1]

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import torch
 import transformers
@@ -198,7 +199,8 @@ def meta_model(folder: Path) -> PreTrainedModel:
     """Return the model of a folder without storage: its modules, names and shapes."""
     config = load_config(folder)
     cls = model_class(folder, config)
-    with quiet_transformers(), config_errors(folder), torch.device("meta"):
+    with quiet_transformers(), config_errors(folder), torch.device("meta"), catch_warnings():
+        simplefilter("ignore")  # torch warns of initial values, which mean nothing here
         return cls(config)
 
 

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from transformers import PreTrainedModel
-
 from surefoot.config import RunConfig
 from surefoot.config.schema import AUTO, Checkpointing
 from surefoot.errors import SurefootError, one_line
@@ -93,12 +91,16 @@ def choose_on_this_machine(run: RunConfig, base: Path) -> tuple[RunConfig, str |
         return forecast(candidate, base, device, host_free_bytes=room_bytes())
 
     with limit_trace_time(LIMIT_S):
-        choices = list_choices(meta_model(base)) if is_on_gpu else ()
+        choices = list_choices(base) if is_on_gpu else ()
         return choose_for_memory(run, forecast_run, is_on_gpu=is_on_gpu, choices=choices)
 
 
-def list_choices(model: PreTrainedModel) -> list[Checkpointing]:
-    """Return what the layers of a model can recompute, the least first. The model needs no storage."""
+def list_choices(base: Path) -> list[Checkpointing]:
+    """Return what the layers of a model can recompute, the least first. `base`: its folder; no weights are read."""
+    try:
+        model = meta_model(base)
+    except SurefootError:  # which the forecast raises, too, with its place
+        return [False, True]
     if not model.supports_gradient_checkpointing:
         return [False]
     return [False, "selective", True] if keep_outputs(model) else [False, True]

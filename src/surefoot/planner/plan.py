@@ -8,7 +8,6 @@ from surefoot.config.schema import AUTO
 from surefoot.data.sources import check_files_exist
 from surefoot.errors import ConfigError, DataError
 from surefoot.findings import Finding
-from surefoot.models.build import meta_model
 from surefoot.models.resolve_model import resolve_model
 from surefoot.planner.choose import choose_for_memory, list_choices
 from surefoot.planner.command import RUN_DEVICES
@@ -82,7 +81,7 @@ def plan_run(loaded: LoadedConfig, sheet: str | None, *, host_gib: float, price:
     def forecast_run(candidate: RunConfig, *, is_least: bool = False) -> Forecast:
         return forecast(candidate, base, device, host_free_bytes=host_bytes, where=loaded.where, is_least=is_least)
 
-    choices = list_choices(meta_model(base)) if device.is_gpu and run.gradient_checkpointing == AUTO else ()
+    choices = list_choices(base) if device.is_gpu and run.gradient_checkpointing == AUTO else ()
     run, chosen = choose_for_memory(run, forecast_run, is_on_gpu=device.is_gpu, choices=choices)
     current = forecast_run(run)
     return Plan(
