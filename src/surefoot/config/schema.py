@@ -24,7 +24,7 @@ HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 T = TypeVar("T")
 AUTO = "auto"
 Checkpointing = bool | Literal["selective"]
-"""What layers compute again in the backward: nothing, all but the products of experts, or all."""
+"""How much of a layer is computed again in the backward: nothing, all but the products of experts, or all."""
 """Value of a setting that is chosen when the run starts."""
 EPSILON = 1e-9
 """Tolerance of the finished share of a run: 10 x 0.1 is not exactly 1."""
@@ -336,7 +336,7 @@ class RunConfig(BaseModel):
 
     @property
     def checkpointing(self) -> Checkpointing:
-        """What layers compute again in the backward: nothing while `gradient_checkpointing` is to be chosen."""
+        """How much of a layer is computed again in the backward; nothing as long as that is to be chosen."""
         chosen = self.gradient_checkpointing
         return chosen if chosen != "auto" else False
 

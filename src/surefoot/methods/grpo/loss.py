@@ -117,7 +117,7 @@ def _sum_by_completion(values: Tensor, batch: CompletionBatch) -> Tensor:
 
 
 class _Computed(NamedTuple):
-    """What a forward without graph computed for the completions of a batch."""
+    """Results of a forward without graph for the completions of a batch."""
 
     batch: CompletionBatch
     field_name: str
