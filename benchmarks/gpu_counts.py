@@ -88,7 +88,7 @@ class Kernels(TorchDispatchMode):
     """Counter of the operations that are no views, by name."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -107,7 +107,8 @@ def count_kernels(folder: Path, checkpointing: Checkpointing) -> Counter[str]:
         objective, rows = SftObjective(built, 0.0), batch([60, 100])
         totals = BatchTotals(rows.num_tokens, rows.num_trained, rows.trained_weight)
         objective.loss(rows, totals).total.backward()
-        with Kernels() as kernels:
+        kernels = Kernels()
+        with kernels:
             objective.loss(rows, totals).total.backward()
     return kernels.counts
 

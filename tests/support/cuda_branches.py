@@ -42,12 +42,14 @@ def _attend(
     before, after = window_size
     outputs = []
     for begin, end in pairwise(ends.tolist()):
-        rows = (tensor[begin:end].transpose(0, 1)[None] for tensor in (query, key, value))
+        query_rows, key_rows, value_rows = (tensor[begin:end].transpose(0, 1)[None] for tensor in (query, key, value))
         distance = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
         seen = torch.ones_like(distance, dtype=torch.bool)
         seen &= (distance <= before) if before >= 0 else seen
         seen &= (-distance <= after) if after >= 0 else seen
-        out = F.scaled_dot_product_attention(*rows, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
+        out = F.scaled_dot_product_attention(
+            query_rows, key_rows, value_rows, attn_mask=seen, scale=scale, enable_gqa=enable_gqa
+        )
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)
 
@@ -94,7 +96,7 @@ class _Waits(TorchDispatchMode):
     """Operations for which the host would wait for a GPU, by name."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
