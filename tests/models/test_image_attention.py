@@ -2,16 +2,17 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from surefoot.models import vision
-from surefoot.models.image_attention import IMPLEMENTATION
+from surefoot.models.image_attention import IMPLEMENTATION, image_attention
 from tests.support.cuda_branches import cuda_branches
 from tests.support.vision import KINDS, make_vision_model, vision_tokenizer
 
@@ -70,6 +71,21 @@ def test_towers_attend_within_images_in_few_calls(kind: str) -> None:
         assert (len(stock_calls), len(calls)) == (2 * windows + len(GRIDS), 2 + lengths)
     else:
         assert (len(stock_calls), len(calls)) == (3 * len(GRIDS), 3 * lengths)
+
+
+def test_keys_that_heads_share_are_repeated_where_no_kernel_does_that() -> None:
+    torch.manual_seed(0)
+    ends = torch.tensor([0, 3, 10, 13], dtype=torch.int32)
+    query, key, value = (torch.randn(1, heads, 13, 8) for heads in (4, 2, 2))
+    options: dict[str, Any] = {"cu_seq_lens_q": ends, "max_length_q": 7}
+    found, _ = image_attention(nn.Module(), query, key, value, None, **options)
+    with cuda_branches():
+        by_kernel, _ = image_attention(nn.Module(), *(x.bfloat16() for x in (query, key, value)), None, **options)
+    for begin, end in pairwise(ends.tolist()):
+        parts = (tensor[:, :, begin:end] for tensor in (query, key, value))
+        wanted = F.scaled_dot_product_attention(*parts, enable_gqa=True).transpose(1, 2)  # type: ignore[misc]
+        torch.testing.assert_close(found[:, begin:end], wanted, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(by_kernel[:, begin:end].float(), wanted, atol=0.05, rtol=0.05)
 
 
 def test_a_tower_keeps_its_attention_when_the_decoder_is_given_another() -> None:

@@ -7,13 +7,11 @@ import pytest
 from surefoot.launch.run_verb import run_verb
 from surefoot.system.added_variables import ADDED, add_variables, remove_variables, variables_of_user
 
-GPU_VARIABLES = ("CUDA_DEVICE_ORDER", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-
 
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the variables, and with what a test sets removed at its end."""
-    for name in (ADDED, "FIRST", "SECOND", *GPU_VARIABLES):
+    for name in (ADDED, "FIRST", "SECOND", "CUDA_DEVICE_ORDER"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
@@ -38,14 +36,12 @@ def test_some_are_removed_and_others_stay() -> None:
     assert "SECOND" not in variables_of_user()
 
 
-@pytest.mark.parametrize("set_by_user", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}])
-def test_commands_number_gpus_as_nvidia_smi_does_and_let_memory_grow(
-    monkeypatch: pytest.MonkeyPatch, set_by_user: dict[str, str]
+@pytest.mark.parametrize(("set_by_user", "order"), [(None, "PCI_BUS_ID"), ("FASTEST_FIRST", "FASTEST_FIRST")])
+def test_commands_number_gpus_as_nvidia_smi_does(
+    monkeypatch: pytest.MonkeyPatch, set_by_user: str | None, order: str
 ) -> None:
-    for name, value in set_by_user.items():
-        monkeypatch.setenv(name, value)
+    if set_by_user is not None:
+        monkeypatch.setenv("CUDA_DEVICE_ORDER", set_by_user)
     assert run_verb(lambda: 0) == 0
-    chosen = {name: os.environ[name] for name in GPU_VARIABLES if name in os.environ}
-    grows = {} if set_by_user else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    assert chosen == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **grows, **set_by_user}
-    assert not {"CUDA_DEVICE_ORDER", *grows} & variables_of_user().keys()
+    assert os.environ["CUDA_DEVICE_ORDER"] == order
+    assert variables_of_user().get("CUDA_DEVICE_ORDER") == set_by_user

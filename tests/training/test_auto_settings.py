@@ -47,9 +47,10 @@ def test_sequences_at_a_time_change_no_number(settings: dict[str, Any], tmp_path
     assert results[0].train_loss == pytest.approx(results[1].train_loss, rel=1e-6)
 
 
-def test_a_run_that_is_resumed_keeps_its_choices(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("checkpointing", [True, "selective"])
+def test_a_run_that_is_resumed_keeps_its_choices(settings: dict[str, Any], checkpointing: bool | str) -> None:
     """The memory that is free may be another, and the numbers would change with the sequences at a time."""
-    given: dict[str, Any] = {"learning_rate": 3e-3, "per_device_train_batch_size": 2, "gradient_checkpointing": True}
+    given = {"learning_rate": 3e-3, "per_device_train_batch_size": 2, "gradient_checkpointing": checkpointing}
     train(settings, **{**STEPS, **given}, global_batch_size=8)
     auto = dict.fromkeys(given, "auto")
     again = train(settings, **{**STEPS, **auto, "max_steps": 2}, global_batch_size=8)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from surefoot.config import load_config
+from surefoot.config.schema import Checkpointing
 from surefoot.data.collate import MicroBatch, collate
 from surefoot.data.dataset import Sample
 from surefoot.methods.base import BatchTotals, Objective
@@ -56,7 +57,7 @@ def grpo_config(folder: Path, **settings: Any) -> GrpoConfig:
     return config
 
 
-def build(folder: Path, dtype: torch.dtype, *, is_full: bool, checkpoints: bool) -> BuiltModel:
+def build(folder: Path, dtype: torch.dtype, *, is_full: bool, checkpoints: Checkpointing) -> BuiltModel:
     lora = None if is_full else LoraSettings(rank=4, alpha=8.0, targets=("all",))
     return build_model(folder, lora=lora, device=CPU, dtype=dtype, gradient_checkpointing=checkpoints)
 
@@ -81,12 +82,14 @@ def run(
     return float(torch.stack(losses).sum()), {name: count for name, count in waits.items() if count}
 
 
-@pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize("is_full", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "qwen2_moe"])
+@pytest.mark.parametrize(
+    ("kind", "checkpoints"),
+    [("llama", False), ("llama", True), ("qwen2_moe", False), ("qwen2_moe", True), ("qwen2_moe", "selective")],
+)
 @pytest.mark.parametrize("method", ["sft", "grpo"])
 def test_a_step_on_a_gpu_has_the_loss_of_float32_and_never_waits(
-    model_folder: Make, method: str, kind: str, is_full: bool, checkpoints: bool
+    model_folder: Make, method: str, kind: str, is_full: bool, checkpoints: Checkpointing
 ) -> None:
     folder, is_moe = model_folder(kind), kind == "qwen2_moe"
 

@@ -90,6 +90,8 @@ def test_a_limit_of_the_address_space_is_named(monkeypatch: pytest.MonkeyPatch) 
         "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call.",
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "CUDA driver error: out of memory",
+        "Triton Error [CUDA]: out of memory",
         "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error, NCCL version "
         "2.28.3\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'",
     ],
@@ -106,5 +108,8 @@ def test_only_what_the_allocators_say_is_that() -> None:
         torch.empty(1 << 50)
     assert is_out_of_memory(refused.value)
     assert is_out_of_memory(REFUSED)
+    of_another_allocator = "Allocation on device 5 would exceed allowed memory. (out of memory)"
+    assert is_out_of_memory(torch.OutOfMemoryError(of_another_allocator))
+    assert not is_out_of_memory(RuntimeError(of_another_allocator))
     assert not is_out_of_memory(RuntimeError("shape mismatch"))
     assert not is_out_of_memory(MemoryError())

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import surefoot
 from surefoot.errors import InputError, StoppedOnFinding, SurefootError
 from surefoot.system.added_variables import add_variables
-from surefoot.system.allocators import EXPANDABLE, allocator_settings
 from surefoot.system.console import print_json, say, write
 
 if TYPE_CHECKING:
@@ -36,8 +35,6 @@ def run_verb(verb: Callable[[], int]) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     # Numbers of GPUs are then those of nvidia-smi and NVML, from which samples and findings are.
     add_variables({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
-    if not allocator_settings():
-        add_variables({"PYTORCH_ALLOC_CONF": EXPANDABLE})
     logging.captureWarnings(True)
     logging.getLogger("py.warnings").setLevel(logging.ERROR)
     try:

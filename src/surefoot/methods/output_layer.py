@@ -82,6 +82,11 @@ def _chunks(num_tokens: int) -> Iterator[slice]:
     return (slice(begin, begin + CHUNK_TOKENS) for begin in range(0, num_tokens, CHUNK_TOKENS))
 
 
+def _d_logits_(logprobs: Tensor, targets: Tensor, of_targets: Tensor) -> Tensor:
+    """Return the gradient of the negative log-likelihood by the logits, in place of the log-probabilities [n, V]."""
+    return logprobs.exp_().scatter_(1, targets[:, None], of_targets.exp() - 1)
+
+
 class _HeadGradients:
     """Gradients by states, weight and bias, to which each chunk adds its part."""
 
@@ -132,22 +137,27 @@ class _SumNLL(torch.autograd.Function):
         needs_graph: bool,
     ) -> Tensor:
         gradients = _HeadGradients(inputs, ctx.needs_input_grad) if needs_graph else None
-        sums = [torch.zeros((), dtype=torch.float32, device=hidden.device)]
-        for chunk in _chunks(len(targets)):
+
+        def sum_chunk(chunk: slice) -> Tensor:
             logprobs = torch.log_softmax(inputs.logits(chunk).float(), dim=-1)
             of_targets = logprobs.gather(1, targets[chunk, None])
-            # No product of vectors, which autocast would compute in bfloat16.
-            sums.append(-(of_targets if weights is None else of_targets * weights[chunk, None]).sum())
             if gradients is not None:
-                d_logits = logprobs.exp_().scatter_(1, targets[chunk, None], of_targets.exp() - 1)
+                d_logits = _d_logits_(logprobs, targets[chunk], of_targets)
                 gradients.add(chunk, d_logits if weights is None else d_logits.mul_(weights[chunk, None]))
+            # No product of vectors, which autocast would compute in bfloat16.
+            return -(of_targets if weights is None else of_targets * weights[chunk, None]).sum()
+
+        nothing = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        sums = [nothing, *map(sum_chunk, _chunks(len(targets)))]
         ctx.gradients = gradients.as_types_of(hidden, weight, bias) if gradients is not None else []
         return torch.stack(sums).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_sum: Tensor) -> tuple[Tensor | None, ...]:
-        gradients, ctx.gradients = ctx.gradients, []  # multiplied in place, so there is no second backward
+        gradients, ctx.gradients = ctx.gradients, []
+        if not gradients:  # they are multiplied in place
+            raise RuntimeError("a loss of `sum_nll` has one backward only")
         return (*(None if part is None else part.mul_(d_sum) for part in gradients), None, None, None, None)
 
 
@@ -182,9 +192,13 @@ class _Logprobs(torch.autograd.Function):
         targets, banned, hidden, weight, bias, *product = ctx.saved_tensors
         inputs = HeadInputs(*product)
         gradients = _HeadGradients(inputs, ctx.needs_input_grad)
-        for chunk in _chunks(len(targets)):
+
+        def add_chunk(chunk: slice) -> None:
             logprobs = _log_softmax(inputs.logits(chunk), banned, ctx.temperature)
             of_targets = logprobs.gather(1, targets[chunk, None])
-            d_logits = logprobs.exp_().scatter_(1, targets[chunk, None], of_targets.exp() - 1)
+            d_logits = _d_logits_(logprobs, targets[chunk], of_targets)
             gradients.add(chunk, d_logits.mul_(d_logprobs[chunk, None] / -ctx.temperature))
+
+        for chunk in _chunks(len(targets)):
+            add_chunk(chunk)
         return (*gradients.as_types_of(hidden, weight, bias), None, None, None, None)

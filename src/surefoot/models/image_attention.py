@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from surefoot.models.attention_math import as_autocast
+from surefoot.models.attention_math import as_autocast, with_heads_of
 from surefoot.models.varlen_attention import attend_in_one_kernel, has_kernel
 
 IMPLEMENTATION = "surefoot_flash"
@@ -41,7 +41,8 @@ def image_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention within each segment, without a mask; without segments do what `sdpa`, transformers' own, does.
 
-    `cu_seq_lens_q`: 0 and the end of each segment, int32 [segments + 1]. Shapes: [1, heads, T, D] -> [1, T, heads, D].
+    `cu_seq_lens_q`: 0 and the end of each segment, int32 [segments + 1]. Shapes: query [1, heads, T, D], key and value
+    [1, kv_heads, T, D] -> [1, T, heads, D].
     """
     if cu_seq_lens_q is None:
         out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
@@ -51,6 +52,7 @@ def image_attention(
     if has_kernel(query, value) and not dropout:
         longest = int(options["max_length_q"])
         return attend_in_one_kernel(query, key, value, cu_seq_lens_q, longest, EVERYTHING, scaling), None
+    key, value = (with_heads_of(query, tensor) for tensor in (key, value))
     attended = _attend_by_length(query[0], key[0], value[0], cu_seq_lens_q, dropout_p=dropout, scale=scaling)
     return attended.transpose(0, 1)[None], None
 

@@ -31,13 +31,13 @@ def choose_for_memory(
 
     The fastest settings that fit are chosen, by the forecast; if none fit, or nothing can be forecast, those that need
     the least memory. On the CPU nothing is recomputed unless the config says so. `choices`: what the model's layers can
-    recompute, the least first.
+    recompute; what cannot be forecast in time is that which comes last.
     """
     chooses_recompute = run.gradient_checkpointing == AUTO
     chooses_rows = run.per_device_train_batch_size == AUTO
     recomputes = choices if chooses_recompute and is_on_gpu else [run.checkpointing]
     rows = _list_row_counts(run) if chooses_rows else [run.rows_at_a_time]
-    least = _with(run, recomputes[-1], rows[0])
+    least = _with(run, True if True in recomputes else recomputes[-1], rows[0])
     if len(recomputes) == len(rows) == 1:
         return least, None
     fitting, too_large, refusal = [], [], None
@@ -71,7 +71,7 @@ def _explain(best: Forecast | None, too_large: list[Forecast], refusal: Surefoot
     if best is not None:
         return f"{_format_gib(_needed_bytes(best))} of {_format_gib(_room_bytes(best))} by the forecast{others}"
     if too_large:
-        least = too_large[-1]
+        least = min(too_large, key=_needed_bytes)
         return (
             f"the least, but {_format_gib(_needed_bytes(least))} of {_format_gib(_room_bytes(least))} by the forecast"
         )
@@ -96,14 +96,14 @@ def choose_on_this_machine(run: RunConfig, base: Path) -> tuple[RunConfig, str |
 
 
 def list_choices(base: Path) -> list[Checkpointing]:
-    """Return what the layers of a model can recompute, the least first. `base`: its folder; no weights are read."""
+    """Return what the layers of a model can recompute. `base`: its folder; no weights are read."""
     try:
         model = meta_model(base)
     except SurefootError:  # which the forecast raises, too, with its place
         return [False, True]
     if not model.supports_gradient_checkpointing:
         return [False]
-    return [False, "selective", True] if keep_outputs(model) else [False, True]
+    return [False, True, "selective"] if keep_outputs(model) else [False, True]
 
 
 def _with(run: RunConfig, recompute: Checkpointing, rows: int) -> RunConfig:

@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 from surefoot.config import RolloutConfig, vllm_settings
-from surefoot.config.schema import RunConfig
+from surefoot.config.schema import Checkpointing, RunConfig
 from surefoot.config.validate import contradictions
 from surefoot.config.vllm_args import MEMORY_SHARE, TENSOR_PARALLEL, memory_share, tensor_parallel, without
 from surefoot.errors import SurefootError
@@ -91,7 +91,7 @@ def _propose_same_ranks(current: Forecast) -> Iterator[SettingChanges]:
         "offload": [None, "cpu"] if current.device.is_gpu and run.offload is None else [run.offload],
         "zero_stage": [stage for stage in (2, 3) if stage >= run.zero_stage] or [run.zero_stage],
         "expert_parallel_size": _list_expert_sizes(current),
-        "gradient_checkpointing": [True] if run.checkpointing is True else [run.checkpointing, True],
+        "gradient_checkpointing": _list_checkpointing(current),
         "per_device_train_batch_size": list(dict.fromkeys(rows)),
     }
     rollouts = vllm_settings(run)
@@ -125,6 +125,12 @@ def _propose_server_arguments(current: Forecast, run: RolloutConfig) -> Iterator
 
 
 _NO_ACCUMULATION: SettingChanges = {"gradient_accumulation_steps": None}
+
+
+def _list_checkpointing(current: Forecast) -> list[Checkpointing]:
+    """Return what the run recomputes, and all that needs less memory."""
+    every: list[Checkpointing] = [False, "selective", True] if current.sizes.num_experts else [False, True]
+    return every[every.index(current.run.checkpointing) :]
 
 
 def _list_expert_sizes(current: Forecast) -> list[int]:

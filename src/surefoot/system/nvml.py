@@ -14,7 +14,7 @@ from typing import Any
 from surefoot.system.deadline import Deadline
 from surefoot.system.machine import Gpu
 
-HIDES_ALL = ("", "-1")
+HIDES_ALL = ("", "-1", "NoDevFiles", "none", "void")
 """Values of CUDA_VISIBLE_DEVICES with which a process is to use no GPU."""
 QUERY_S = 3.0
 """Seconds that the driver may take to answer."""
@@ -92,8 +92,8 @@ def list_names() -> list[str]:
 def list_visible(nvml: Any) -> dict[int, Any]:
     """Return index -> handle of the GPUs that this process may use, in the order of their CUDA device numbers.
 
-    CUDA numbers GPUs as NVML does with CUDA_DEVICE_ORDER=PCI_BUS_ID, which a run sets. A slice of a GPU (MIG) has a
-    handle of its own, with the index 0: CUDA shows a process one of them at most.
+    CUDA numbers GPUs as NVML does with CUDA_DEVICE_ORDER=PCI_BUS_ID, which the command line sets. A slice of a GPU
+    (MIG) has a handle of its own, with the index 0: CUDA shows a process one of them at most.
     """
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if is_slice(named):

@@ -31,7 +31,7 @@ def choose_auto(
     def choose() -> dict[str, Any]:
         saved = read_manifest(checkpoint)["config"] if checkpoint is not None else {}
         auto_names = [name for name in CHOSEN if getattr(run, name) == AUTO]
-        saved_choices = {name: saved[name] for name in auto_names if type(saved.get(name)) in (bool, int, float)}
+        saved_choices = {name: saved[name] for name in auto_names if saved.get(name, AUTO) != AUTO}
         # Under torchrun the config need not say how many ranks there are.
         layout = {"nproc_per_node": ranks_here, "nnodes": -(-ranks.size // ranks_here)}
         planned, line = choose_on_this_machine(run.model_copy(update={**layout, **saved_choices}), base)

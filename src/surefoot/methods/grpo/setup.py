@@ -1,6 +1,7 @@
 """Setup of a GRPO run's engine, with the server if there is one, and of the batch source that uses it."""
 
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -180,7 +181,8 @@ def _build_environment(config: GrpoConfig) -> dict[str, str]:
     if config.tuning == "lora":
         variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     variables.pop("VLLM_API_KEY", None)  # it is another server's: this one is local, and requests carry no key
-    own = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "VLLM_HOST_IP": loopback.ADDRESS}  # GPUs have the numbers of the run's
+    # GPUs have the same numbers as in this process.
+    own = {"CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "FASTEST_FIRST"), "VLLM_HOST_IP": loopback.ADDRESS}
     return {**loopback.loopback_variables(), **own, **variables, "VLLM_NO_USAGE_STATS": "1"}
 
 
