@@ -167,7 +167,8 @@ def test_a_server_that_runs_elsewhere_is_compared(settings: dict[str, Any]) -> N
         assert check.status == "warning"
         assert "NCCL_IB_DISABLE=1 there" in check.text
         assert "CUDA_VISIBLE_DEVICES" not in check.text
-    with listening(**takes_adapters) as address:
+    set_by_surefoot = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "SUREFOOT_ADDED_VARIABLES": "CUDA_DEVICE_ORDER"}
+    with listening(**takes_adapters, **set_by_surefoot) as address:
         assert asked("rollout server's own", grpo, vllm_server=address).status == "ok"
     silent = asked("rollout server's own", grpo, vllm_server=address)
     assert (silent.status, silent.finding and silent.finding.code) == ("warning", "SF801")

@@ -23,14 +23,14 @@ def remove_variables(names: Iterable[str]) -> None:
     _note([name for name in _names() if name not in removed])
 
 
-def variables_of_user() -> dict[str, str]:
-    """Return the environment without the variables that were set here."""
-    added = {ADDED, *_names()}
-    return {name: value for name, value in os.environ.items() if name not in added}
+def variables_of_user(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment of a process without the variables that were set here."""
+    added = {ADDED, *_names(environment)}
+    return {name: value for name, value in environment.items() if name not in added}
 
 
-def _names() -> list[str]:
-    return [name for name in os.environ.get(ADDED, "").split(",") if name]
+def _names(environment: Mapping[str, str] = os.environ) -> list[str]:
+    return [name for name in environment.get(ADDED, "").split(",") if name]
 
 
 def _note(names: list[str]) -> None:

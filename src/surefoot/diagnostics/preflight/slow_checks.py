@@ -14,6 +14,7 @@ from surefoot.config import RolloutConfig, RunConfig, changed_fields, vllm_setti
 from surefoot.diagnostics.preflight.check import CheckContext, NotApplicable, Result, fail, ok
 from surefoot.errors import CheckpointError, SurefootError
 from surefoot.models.resolve_model import folder_here
+from surefoot.system.added_variables import variables_of_user
 from surefoot.system.json_files import DamagedFile
 from surefoot.system.machine_snapshot import SET_BY_A_RUN
 from surefoot.system.safetensors_header import read_header
@@ -170,6 +171,7 @@ def _check_running_server(context: CheckContext, run: RolloutConfig, address: st
         cause = f"the server at {address} has no VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and will load no adapter"
         fix = "Restart it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment and --enable-lora."
         return fail("SF710", cause, fix=fix, is_fatal=True)
+    server = variables_of_user(server)
     local, ignored = context.machine.environment, MAY_DIFFER | SET_BY_A_RUN
     differing = [
         f"{name}={server.get(name, '(not set)')} there, {local.get(name, '(not set)')} here"
