@@ -116,3 +116,11 @@ def test_gradients_of_a_weight_are_summed_over_chunks_in_float32(
     exact = gradient(4096, is_mixed=False)
     assert gradient(16, is_mixed=True).dtype == torch.float32
     assert error(16) <= error(4096)
+
+
+def test_a_loss_has_one_backward() -> None:
+    hidden, head, targets = make(bias=False)
+    loss = sum_nll(hidden, head, targets)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="one backward"):
+        loss.backward()

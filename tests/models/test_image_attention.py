@@ -32,7 +32,6 @@ def counted_calls() -> Iterator[list[tuple[int, ...]]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(F, "scaled_dot_product_attention", count)
-        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", count)
         yield shapes
 
 

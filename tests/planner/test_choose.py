@@ -13,6 +13,7 @@ from surefoot.planner.choose import choose_for_memory, choose_on_this_machine, l
 from surefoot.planner.command import plan
 from surefoot.planner.devices import get_device
 from surefoot.planner.forecast import RESERVED_SHARE, Forecast, forecast
+from surefoot.planner.suggest import _list_checkpointing
 from surefoot.planner.trace import limit_trace_time
 
 PLANS = Path(__file__).parents[2] / "examples" / "plans"
@@ -110,6 +111,8 @@ def test_experts_are_kept_where_that_fits(model_folder: Any, tmp_path: Path) -> 
         for choice in choices
     ]
     assert needed[0] > needed[2] > needed[1]
+    kept = forecast(run.model_copy(update={"gradient_checkpointing": False}), base, card)
+    assert _list_checkpointing(kept) == [False, "selective", True]
     for choice, peak in zip(choices, needed, strict=True):
         least = replace(card, memory_bytes=int(peak / (1 - RESERVED_SHARE)) + 1)
         chosen, line = choose_for_memory(

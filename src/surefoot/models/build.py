@@ -291,7 +291,7 @@ def _prepare_for_training(
             f"gradient_checkpointing: transformers' {class_name(model)} cannot recompute its layers. "
             "Set gradient_checkpointing: false."
         )
-    if gradient_checkpointing == "selective" and not experts.keep_outputs(model):
+    if gradient_checkpointing == "selective" and not experts.can_keep_outputs(model):
         raise ModelError(
             f"gradient_checkpointing: selective keeps what experts return, and {class_name(model)} has none in the "
             "layout of transformers' fused experts. Set gradient_checkpointing: true."

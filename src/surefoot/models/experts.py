@@ -58,7 +58,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     return compute_or_take(lambda: _Experts.apply(hidden_states, top_k_index, top_k_weights, variant, *tensors))  # type: ignore[no-untyped-call]
 
 
-def keep_outputs(model: PreTrainedModel) -> bool:
+def can_keep_outputs(model: PreTrainedModel) -> bool:
     """Return whether selective checkpointing can keep what experts of a model return."""
     return any((layout := layout_of(module)) is not None and layout.is_conventional for module in model.modules())
 

@@ -7,7 +7,7 @@ from surefoot.config import RunConfig
 from surefoot.config.schema import AUTO, Checkpointing
 from surefoot.errors import SurefootError, one_line
 from surefoot.models.build import meta_model
-from surefoot.models.experts import keep_outputs
+from surefoot.models.experts import can_keep_outputs
 from surefoot.planner.devices import GIB, Device, detect_gpu
 from surefoot.planner.forecast import Forecast, forecast, sequence_length
 from surefoot.planner.trace import limit_trace_time
@@ -103,7 +103,7 @@ def list_choices(base: Path) -> list[Checkpointing]:
         return [False, True]
     if not model.supports_gradient_checkpointing:
         return [False]
-    return [False, True, "selective"] if keep_outputs(model) else [False, True]
+    return [False, True, "selective"] if can_keep_outputs(model) else [False, True]
 
 
 def _with(run: RunConfig, recompute: Checkpointing, rows: int) -> RunConfig:

@@ -76,15 +76,10 @@ def read_visible(number: int) -> Gpu | None:
 
 def list_names() -> list[str]:
     """Return the names of this machine's GPUs; none if CUDA_VISIBLE_DEVICES hides all, or no driver answers."""
-
-    def read() -> list[str]:
-        with _open_nvml() as nvml:
-            return [_decode(query_or_none(nvml, nvml.nvmlDeviceGetName, handle)) for handle in _list_handles(nvml)]
-
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in HIDES_ALL:
         return []
     try:
-        return Deadline(read).result(QUERY_S)
+        return [card.name for card in Deadline(read_cards).result(QUERY_S)]
     except Exception:  # noqa: BLE001 - no driver, one that hangs, no package: nothing is known then
         return []
 

@@ -8,7 +8,6 @@ A value that a card does not report is null. Imports no torch.
 """
 
 import json
-import os
 import threading
 import time
 from collections import deque
@@ -116,8 +115,6 @@ class GpuSampler:
         except Exception as error:  # noqa: BLE001 - no driver, no permission, no package: then there are no samples
             self.problem = f"{type(error).__name__}: {error}"
             return
-        if not visible:
-            self.problem = f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')} names no GPU of this machine"
         while handles and not self._stop.wait(EVERY_S):
             now_s = time.time()
             snapshot = GpuSnapshot(now_s, tuple(_sample(pynvml, index, handle) for index, handle in handles.items()))

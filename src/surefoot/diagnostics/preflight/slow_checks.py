@@ -14,6 +14,7 @@ from surefoot.config import RolloutConfig, RunConfig, changed_fields, vllm_setti
 from surefoot.diagnostics.preflight.check import CheckContext, NotApplicable, Result, fail, ok
 from surefoot.errors import CheckpointError, SurefootError
 from surefoot.models.resolve_model import folder_here
+from surefoot.system import allocators
 from surefoot.system.added_variables import variables_of_user
 from surefoot.system.json_files import DamagedFile
 from surefoot.system.machine_snapshot import SET_BY_A_RUN
@@ -22,8 +23,7 @@ from surefoot.training.manifest import read_manifest
 
 MACHINE_PREFIXES = ("NCCL_", "GLOO_", "CUDA_", "OMP_", "PYTORCH_", "TORCH_")
 """Prefixes of variables that are usually about the machine."""
-ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-MAY_DIFFER = frozenset(("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", *ALLOCATOR))
+MAY_DIFFER = frozenset(("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", *allocators.VARIABLES))
 """Variables that may differ between a server and training."""
 CONNECT_WITHIN_S = 2.0
 LEAST_VLLM = (0, 32)
@@ -137,7 +137,7 @@ def check_server(context: CheckContext) -> Result:
     if run.vllm_server is not None:
         return _check_running_server(context, run, run.vllm_server)
     environment = context.machine.environment
-    segments = [name for name in ALLOCATOR if "expandable" in environment.get(name, "")]
+    segments = [name for name in allocators.VARIABLES if "expandable" in environment.get(name, "")]
     if run.vllm_sleep and segments:
         return fail(
             "SF710",
