@@ -136,7 +136,7 @@ def test_a_server_and_training_must_fit_on_a_gpu_together(
         ("GPU-3,2", 2),
         ("", 0),
         ("MIG-b1,MIG-b2", 1),
-    ],  # fmt: skip
+    ],
 )
 def test_gpus_are_counted_as_cuda_reads_their_names(named: str, count: int) -> None:
     two = replace(node(), gpus=8, environment={"CUDA_VISIBLE_DEVICES": named})
