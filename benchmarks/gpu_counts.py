@@ -9,6 +9,7 @@ runs on the CPU, with stand-ins for its kernels. Writes benchmarks/results/<date
 import datetime
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 from tests.support.batches import batch
-from tests.support.cuda_branches import cuda_branches, is_counting
+from tests.support.cuda_branches import AMPERE, HOPPER, count_waits, cuda_branches, is_counting
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,11 +34,13 @@ from transformers import (
 from surefoot.config.schema import Checkpointing
 from surefoot.methods.base import BatchTotals
 from surefoot.methods.sft.method import SftObjective
+from surefoot.models import triton_grouped_gemm as triton
 from surefoot.models import vision
 from surefoot.models.build import build_model
 from surefoot.models.lora import LoraSettings
 
 HERE = Path(__file__).parent
+TURING = (7, 5)
 IMAGES = torch.tensor([[1, 48, 64]] * 8)
 """Frames, height and width in patches: eight images of 768 tokens."""
 TEXT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -96,10 +99,19 @@ class Kernels(TorchDispatchMode):
             self.counts[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))
 
+    def counting(self, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def compute(*args: Any) -> Tensor:
+            self.counts["triton"] += 1
+            return kernel(*args)
 
-def count_kernels(folder: Path, checkpointing: Checkpointing) -> Counter[str]:
-    """Return the kernels of one micro-batch in bfloat16 with LoRA r=8 on attention and experts."""
-    with cuda_branches():
+        return compute
+
+
+def count_kernels(
+    folder: Path, checkpointing: Checkpointing, capability: tuple[int, int] = HOPPER
+) -> tuple[Counter[str], int]:
+    """Return the kernels and the waits of one micro-batch in bfloat16 with LoRA r=8 on attention and experts."""
+    with cuda_branches(capability):
         built = build_model(
             folder, lora=LoraSettings(rank=8, alpha=8.0), device=torch.device("cpu"), dtype=torch.bfloat16,
             gradient_checkpointing=checkpointing,
@@ -108,29 +120,48 @@ def count_kernels(folder: Path, checkpointing: Checkpointing) -> Counter[str]:
         totals = BatchTotals(rows.num_tokens, rows.num_trained, rows.trained_weight)
         objective.loss(rows, totals).total.backward()
         kernels = Kernels()
-        with kernels:
+        with (
+            patch.object(triton, "multiply", kernels.counting(triton.multiply)),
+            patch.object(triton, "multiply_pairs", kernels.counting(triton.multiply_pairs)),
+            count_waits() as waits,
+            kernels,
+        ):
             objective.loss(rows, totals).total.backward()
-    return kernels.counts
+    return kernels.counts, sum(waits.values())
 
 
-def compare_checkpointing() -> list[str]:
+def write_model(folder: Path) -> None:
     config = Qwen2MoeConfig(
         hidden_size=64, intermediate_size=64, num_hidden_layers=24, num_attention_heads=4, num_key_value_heads=4,
         vocab_size=256, num_experts=60, num_experts_per_tok=4, moe_intermediate_size=32,
         shared_expert_intermediate_size=64,
     )  # fmt: skip
+    Qwen2MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def compare_checkpointing(folder: Path) -> list[str]:
     rows = []
-    with tempfile.TemporaryDirectory() as name:
-        Qwen2MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(name)
-        for checkpointing in (True, "selective", False):
-            counts = count_kernels(Path(name), checkpointing)
-            numbers = (sum(counts.values()), counts["_grouped_mm"], counts["mm"] + counts["addmm"], counts["_to_copy"])
-            cells = " | ".join(f"{number:,}" for number in numbers)
-            rows.append(f"| {str(checkpointing).lower()} | {cells} |")
+    for checkpointing in (True, "selective", False):
+        counts, _ = count_kernels(folder, checkpointing)
+        numbers = (sum(counts.values()), counts["_grouped_mm"], counts["mm"] + counts["addmm"], counts["_to_copy"])
+        cells = " | ".join(f"{number:,}" for number in numbers)
+        rows.append(f"| {str(checkpointing).lower()} | {cells} |")
+    return rows
+
+
+def compare_products(folder: Path) -> list[str]:
+    rows = []
+    for name, capability in (("torch's (Hopper)", HOPPER), ("Triton's (Ampere, Ada)", AMPERE), ("none", TURING)):
+        counts, waits = count_kernels(folder, True, capability)
+        products = counts["_grouped_mm"] + counts["triton"] + counts["mm"] + counts["addmm"] + counts["addmm_"]
+        rows.append(f"| {name} | {products:,} | {sum(counts.values()):,} | {waits} |")
     return rows
 
 
 def main() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        write_model(Path(name))
+        checkpointing, products = compare_checkpointing(Path(name)), compare_products(Path(name))
     today = datetime.date.today().isoformat()
     versions = ", ".join(f"{package} {version(package)}" for package in ("torch", "transformers"))
     lines = [
@@ -149,7 +180,13 @@ def main() -> None:
         "",
         "| | operations that are no views | grouped products | other products | casts |",
         "|---|---|---|---|---|",
-        *compare_checkpointing(),
+        *checkpointing,
+        "",
+        "The same micro-batch with `gradient_checkpointing: true`, by the kernel of the experts' products.",
+        "",
+        "| kernel | products | operations that are no views | waits of the host |",
+        "|---|---|---|---|",
+        *products,
         "",
     ]
     print("\n".join(lines))

@@ -18,7 +18,7 @@ import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -45,6 +45,15 @@ from surefoot.methods.base import BatchTotals, TrainContext
 from surefoot.methods.sft.method import SftObjective
 from surefoot.models.adapter import write_adapter
 from surefoot.models.build import build_model, compile_layers, trainable_parameters
+from surefoot.models.grouped_gemm import (
+    Addends,
+    Groups,
+    LowRank,
+    grouped_linear,
+    grouped_linear_dw,
+    grouped_linear_dx,
+    select_kernel,
+)
 from surefoot.models.lora import LoraSettings
 from surefoot.training.step import counts_of, train_step
 
@@ -338,8 +347,43 @@ def speed(device: torch.device) -> Iterator[Row]:
     is_tiny = device.type == "cpu"
     rate = matrix_rate(device)
     yield Row("bfloat16 product of 8192", f"{rate / 1e12:.0f} TFLOP/s")
+    if device.type == "cuda":
+        yield from time_grouped_products(device)
     for name, shape in SHAPES.items():
         yield from compare(name, shape, rate, device, is_tiny)
+
+
+def time_grouped_products(device: torch.device) -> Iterator[Row]:
+    """Rows for the products of Qwen1.5-MoE-A2.7B's experts on 4,096 tokens, by each kernel that the GPU has."""
+    experts, rows, hidden, outer, rank = 60, 16384, 2048, 2816, 16
+    ids = torch.arange(experts, device=device).repeat_interleave(rows // experts + 1)[:rows]
+    x, dy = (torch.randn(rows, width, device=device).bfloat16() for width in (hidden, outer))
+    weight = (torch.randn(experts, outer, hidden, device=device) / hidden**0.5).bfloat16()
+    a, b = (torch.randn(shape, device=device).bfloat16() for shape in ((experts, rank, hidden), (experts, rank, outer)))
+    chosen = select_kernel(device, torch.bfloat16, (hidden, outer))
+    for kernel in dict.fromkeys((chosen, "triton" if chosen == "torch" else chosen)):
+        groups = replace(Groups.of(ids, experts, x.dtype, (hidden, outer)), kernel=kernel)
+        low = grouped_linear(x, a, groups)
+        products: dict[str, Callable[[], Tensor]] = {
+            "y with LoRA": partial(grouped_linear, x, weight, groups, Addends(low=LowRank(low, b, 0.5))),
+            "low-rank inner products": partial(grouped_linear, x, a, groups),
+            "dx": partial(grouped_linear_dx, dy, weight, groups),
+            "gradient of A": partial(grouped_linear_dw, low, x, groups),
+        }
+        times = ", ".join(f"{name} {1e3 * time_median(run, device):.2f} ms" for name, run in products.items())
+        yield Row(f"grouped products by {kernel or 'a product each'}", times)
+
+
+def time_median(run: Callable[[], object], device: torch.device) -> float:
+    """Return the median seconds of ten calls, after three."""
+    times = []
+    for _ in range(13):
+        wait(device)
+        began = time.perf_counter()
+        run()
+        wait(device)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[3:])
 
 
 def compare(name: str, shape: Shape, rate: float, device: torch.device, is_tiny: bool) -> Iterator[Row]:

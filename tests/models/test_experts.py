@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,6 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTex
 from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
 from surefoot.errors import ModelError
-from surefoot.models import grouped_gemm
 from surefoot.models.build import build_model
 from surefoot.models.expert_layouts import expert_stacks, layout_of
 from surefoot.models.experts import experts_forward, plug_in
@@ -54,6 +54,7 @@ from surefoot.models.lora import LoraSettings
 from surefoot.models.quantization.base import keep_stored
 from surefoot.models.routing import KeptChoices
 from tests.support import expert_models
+from tests.support.cuda_branches import AMPERE, HOPPER, cuda_branches
 from tests.support.int8_format import INT8
 
 H, I, E, K, R, T, SCALING = 16, 24, 5, 2, 3, 40, 0.7
@@ -289,17 +290,18 @@ def test_autocast_computes_in_bfloat16(family: str, trained: str) -> None:
         assert 1e-5 < error < 0.1 or name == "loss", (name, error)
 
 
+@pytest.mark.parametrize("capability", [HOPPER, AMPERE], ids=["torch's", "Triton's"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_fused_kernel_gives_the_same_numbers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_of_a_gpu_give_the_same_numbers(family: str, capability: tuple[int, int]) -> None:
     module = experts_with_lora(family)
     index, weights = routing(avoid=(1,))
     hidden = torch.randn(T, H, requires_grad=True)
     found = []
-    for is_fused in (False, True):
-        monkeypatch.setattr(grouped_gemm, "_is_fused", lambda _device, _dtype, is_fused=is_fused: is_fused)
-        with torch.autocast("cpu", torch.bfloat16):
-            output = grouped(module, hidden, index, weights)
-        found.append(gradients(output, module, [hidden, weights]))
+    for kernels in (nullcontext(), cuda_branches(capability)):
+        with kernels:
+            with torch.autocast("cpu", torch.bfloat16):
+                output = grouped(module, hidden, index, weights)
+            found.append(gradients(output, module, [hidden, weights]))
     for name, value in found[0].items():
         assert (found[1][name] - value).norm() <= 0.05 * value.norm() or name == "loss", name
 

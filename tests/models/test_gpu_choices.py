@@ -24,22 +24,31 @@ CUDA = torch.device("cuda")
 
 
 @pytest.mark.parametrize(
-    ("capability", "widths", "is_fused"),
+    ("capability", "widths", "kernel"),
     [
-        ((9, 0), (2048, 1408), True),
-        ((10, 0), (2048, 1408), True),
-        ((8, 0), (2048, 1408), False),
-        ((8, 9), (2048, 1408), False),
-        ((12, 0), (2048, 1408), False),
-        ((9, 0), (2048, 36), False),
+        ((9, 0), (2048, 1408), "torch"),
+        ((10, 0), (2048, 1408), "torch"),
+        ((8, 0), (2048, 1408), "triton"),
+        ((8, 9), (2048, 1408), "triton"),
+        ((12, 0), (2048, 1408), "triton"),
+        ((9, 0), (2048, 36), "triton"),
+        ((7, 5), (2048, 1408), None),
     ],
 )
-def test_grouped_products_are_fused_where_the_kernel_computes_them(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], widths: tuple[int, ...], is_fused: bool
+def test_grouped_products_have_one_kernel_on_every_gpu_with_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], widths: tuple[int, ...], kernel: str | None
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert grouped_gemm._is_fused(CUDA, torch.bfloat16, widths) == is_fused
-    assert not grouped_gemm._is_fused(CUDA, torch.float32, widths)
+    monkeypatch.setattr(grouped_gemm, "find_triton_failure", lambda _: None)
+    assert grouped_gemm.select_kernel(CUDA, torch.bfloat16, widths) == kernel
+    assert grouped_gemm.select_kernel(CUDA, torch.float32, widths) is None
+    assert grouped_gemm.select_kernel(torch.device("cpu"), torch.bfloat16, widths) is None
+
+
+def test_where_triton_does_not_run_groups_are_multiplied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(grouped_gemm, "find_triton_failure", lambda _: "RuntimeError: Failed to find C compiler.")
+    assert grouped_gemm.select_kernel(CUDA, torch.bfloat16, (64, 64)) is None
 
 
 @pytest.mark.parametrize("shares_heads", [False, True])

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
-from surefoot.models import attention, grouped_gemm, image_attention, varlen_attention
+from surefoot.models import attention, grouped_gemm, image_attention, triton_grouped_gemm, varlen_attention
+from surefoot.models.grouped_gemm import NOTHING, Addends, Groups, grouped_linear_dw, grouped_linear_dx
 
-HOPPER = (9, 0)
+HOPPER, AMPERE = (9, 0), (8, 0)
 WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal")
 """Operations whose result, or its shape, the host must know."""
 
@@ -54,10 +56,31 @@ def _attend(
     return torch.cat(outputs)
 
 
+def multiply(x: Tensor, matrices: Tensor, offsets: Tensor, addends: Addends = NOTHING) -> Tensor:
+    """Compute what `triton_grouped_gemm.multiply` does, as it does: sums in float32, rounded once."""
+    with not_counted():
+        x, matrices, addends = tree_map_only(Tensor, Tensor.float, (x, matrices, addends))
+        return grouped_linear_dx(x, matrices, spans_of(offsets), addends).bfloat16()
+
+
+def multiply_pairs(left: Tensor, right: Tensor, offsets: Tensor, scale: float = 1.0) -> Tensor:
+    """Compute what `triton_grouped_gemm.multiply_pairs` does."""
+    with not_counted():
+        return grouped_linear_dw(left.float(), right.float(), spans_of(offsets), scale).bfloat16()
+
+
+def spans_of(offsets: Tensor) -> Groups:
+    spans = [(e, begin, end) for e, (begin, end) in enumerate(pairwise([0, *offsets.tolist()]))]
+    return Groups(offsets, spans)
+
+
 @contextmanager
 def cuda_branches(capability: tuple[int, int] = HOPPER) -> Iterator[None]:
-    """Choose kernels as on a GPU of a compute capability. Products of groups are torch's own, which check strides."""
-    is_fused, has_kernel = grouped_gemm._is_fused, varlen_attention.has_kernel
+    """Choose kernels as on a GPU of a compute capability.
+
+    Products of groups are torch's own, which check strides, and stand-ins for Triton's.
+    """
+    select_kernel, has_kernel = grouped_gemm.select_kernel, varlen_attention.has_kernel
 
     def on_gpu(query: Tensor, value: Tensor) -> bool:
         with pytest.MonkeyPatch.context() as patch:
@@ -69,7 +92,12 @@ def cuda_branches(capability: tuple[int, int] = HOPPER) -> Iterator[None]:
         patch.setattr(varlen_attention, "varlen_attn", flash_attention_2)
         for module in (attention, image_attention):
             patch.setattr(module, "has_kernel", on_gpu)
-        patch.setattr(grouped_gemm, "_is_fused", lambda _, dtype, widths: is_fused(torch.device("cuda"), dtype, widths))
+        patch.setattr(grouped_gemm, "find_triton_failure", lambda _: None)
+        patch.setattr(
+            grouped_gemm, "select_kernel", lambda _, dtype, widths: select_kernel(torch.device("cuda"), dtype, widths)
+        )
+        patch.setattr(triton_grouped_gemm, "multiply", multiply)
+        patch.setattr(triton_grouped_gemm, "multiply_pairs", multiply_pairs)
         yield
 
 

@@ -27,7 +27,7 @@ from surefoot.models.isolation import isolate_samples
 from surefoot.models.lora import LoraSettings
 from surefoot.training.step import counts_of
 from tests.models.architectures import tiny_model
-from tests.support.cuda_branches import count_waits, cuda_branches
+from tests.support.cuda_branches import AMPERE, HOPPER, count_waits, cuda_branches
 
 CPU = torch.device("cpu")
 Make = Callable[[str], Path]
@@ -84,12 +84,24 @@ def run(
 
 @pytest.mark.parametrize("is_full", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "checkpoints"),
-    [("llama", False), ("llama", True), ("qwen2_moe", False), ("qwen2_moe", True), ("qwen2_moe", "selective")],
+    ("kind", "checkpoints", "capability"),
+    [
+        ("llama", False, HOPPER),
+        ("llama", True, HOPPER),
+        ("qwen2_moe", False, HOPPER),
+        ("qwen2_moe", True, HOPPER),
+        ("qwen2_moe", "selective", HOPPER),
+        ("qwen2_moe", "selective", AMPERE),
+    ],
 )
 @pytest.mark.parametrize("method", ["sft", "grpo"])
 def test_a_step_on_a_gpu_has_the_loss_of_float32_and_never_waits(
-    model_folder: Make, method: str, kind: str, is_full: bool, checkpoints: Checkpointing
+    model_folder: Make,
+    capability: tuple[int, int],
+    method: str,
+    kind: str,
+    is_full: bool,
+    checkpoints: Checkpointing,
 ) -> None:
     folder, is_moe = model_folder(kind), kind == "qwen2_moe"
 
@@ -104,7 +116,7 @@ def test_a_step_on_a_gpu_has_the_loss_of_float32_and_never_waits(
     exact = build(folder, torch.float32, is_full=is_full, checkpoints=checkpoints)
     wanted, _ = run(exact, lambda: make(exact), batches)
     batches = [sft_batch()] if method == "sft" else [grpo_batch(share_prompts=share) for share in (False, True)]
-    with cuda_branches():
+    with cuda_branches(capability):
         built = build(folder, torch.bfloat16, is_full=is_full, checkpoints=checkpoints)
         loss, waits = run(built, lambda: make(built), batches)
     assert waits == {}

@@ -1,14 +1,16 @@
 """Grouped matrix products, in which each group of rows has its own matrix: the arithmetic of Mixture-of-Experts.
 
-Independent of experts, LoRA and gradients. Two backends give the same numbers up to rounding: `F.grouped_mm` (one
-kernel, no host synchronisation) for bfloat16 on CUDA, and one `mm` per non-empty group written in place elsewhere.
+Independent of experts, LoRA and gradients. Three backends give the same numbers up to rounding: for bfloat16 on CUDA
+`F.grouped_mm` where it has a kernel, else those of `triton_grouped_gemm.py` (no host synchronisation with both);
+elsewhere one `mm` per non-empty group written in place.
 
 Shapes: S rows sorted by group, E groups; `x [S, in]`, `dy [S, out]`, `weight [E, out, in]`, `bias [E, out]`.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +21,11 @@ FUSED_ON = (9, 10)
 """Major compute capabilities for which `grouped_mm` has a kernel: Hopper and data-centre Blackwell."""
 STRIDE_ELEMENTS = 8
 """Number of elements in the row stride that `grouped_mm` needs: 16 bytes, 8 elements of bfloat16."""
+OLDEST_FOR_TRITON = 8
+"""Major compute capability from which Triton's kernels run: Ampere, the first with bfloat16."""
+
+Kernel = Literal["torch", "triton"]
+"""What computes the products of all groups at once."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,8 @@ class Groups:
     """End of each group, int32 [E]."""
     spans: list[tuple[int, int, int]] | None
     """(group, begin, end) of each non-empty group on the host; None where one kernel computes all groups."""
+    kernel: Kernel | None = None
+    """That kernel."""
 
     @classmethod
     def of(cls, ids: Tensor, num_groups: int, dtype: torch.dtype, widths: Iterable[int]) -> "Groups":
@@ -40,8 +49,8 @@ class Groups:
             return cls(ids.new_empty(num_groups, dtype=torch.int32), [(0, 0, len(ids))])
         numbers = torch.arange(num_groups, dtype=ids.dtype, device=ids.device)
         offsets = torch.searchsorted(ids, numbers, right=True, out_int32=True)
-        if _is_fused(ids.device, dtype, widths):
-            return cls(offsets, None)
+        if kernel := select_kernel(ids.device, dtype, widths):
+            return cls(offsets, None, kernel)
         ends = offsets.tolist()
         spans = [
             (e, begin, end) for e, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)) if end > begin
@@ -64,56 +73,97 @@ class Groups:
         return (self.sizes == 0)[:, None, None]
 
 
-def _is_fused(device: torch.device, dtype: torch.dtype, widths: Iterable[int]) -> bool:
-    """Return whether one kernel computes the products of all groups. Elsewhere torch waits for the host in each."""
-    return (
-        device.type == "cuda"
-        and dtype == torch.bfloat16
-        and torch.cuda.get_device_capability(device)[0] in FUSED_ON
-        and all(width % STRIDE_ELEMENTS == 0 for width in widths)
-    )
+class LowRank(NamedTuple):
+    """The product `scale * rows[s] @ matrices[group of s]`."""
+
+    rows: Tensor
+    """Shape [S, R]."""
+    matrices: Tensor
+    """Shape [E, R, out]."""
+    scale: float
 
 
-def grouped_linear(x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-    """Compute `y[s] = weight[group of s] @ x[s]`: [S, in] -> [S, out]."""
+class Addends(NamedTuple):
+    """What is added to a grouped product `y [S, out]`, by Triton before it is rounded."""
+
+    bias: Tensor | None = None
+    """Shape [E, out]."""
+    low: LowRank | None = None
+
+    def add_to_group_(self, y: Tensor, group: int, begin: int, end: int) -> None:
+        """Add to the rows of one group, in place."""
+        if self.bias is not None:
+            y[begin:end].add_(self.bias[group])
+        if self.low is not None:
+            y[begin:end].addmm_(self.low.rows[begin:end], self.low.matrices[group], alpha=self.low.scale)
+
+
+NOTHING = Addends()
+
+
+def select_kernel(device: torch.device, dtype: torch.dtype, widths: Iterable[int]) -> Kernel | None:
+    """Return what computes the products of all groups at once; None where each group has its own product.
+
+    There the host waits for the device once for all groups, and launches a product for each.
+    """
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return None
+    major, _ = torch.cuda.get_device_capability(device)
+    if major in FUSED_ON and all(width % STRIDE_ELEMENTS == 0 for width in widths):
+        return "torch"
+    return "triton" if major >= OLDEST_FOR_TRITON and find_triton_failure(device) is None else None
+
+
+@cache
+def find_triton_failure(device: torch.device) -> str | None:
+    """Return why Triton's kernels do not run on a GPU, such as a missing compiler for C; None if they do."""
+    ids = torch.zeros(1, dtype=torch.int32, device=device)
+    rows = torch.ones(1, STRIDE_ELEMENTS, dtype=torch.bfloat16, device=device)
+    groups = Groups((ids + 1), None, "triton")
+    try:
+        grouped_linear(rows, rows[None], groups)
+        grouped_linear_dw(rows, rows, groups)
+    except Exception as error:  # noqa: BLE001 - Triton, compilers and drivers have no class of errors in common
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def grouped_linear(x: Tensor, weight: Tensor, groups: Groups, addends: Addends = NOTHING) -> Tensor:
+    """Compute `y[s] = weight[group of s] @ x[s]`, plus addends: [S, in] -> [S, out]."""
+    return _multiply(x, weight.transpose(-2, -1), groups, addends)
+
+
+def grouped_linear_dx(dy: Tensor, weight: Tensor, groups: Groups, addends: Addends = NOTHING) -> Tensor:
+    """Compute the gradient of `grouped_linear` by x, plus addends: [S, out] -> [S, in]."""
+    return _multiply(dy, weight, groups, addends)
+
+
+def _multiply(x: Tensor, matrices: Tensor, groups: Groups, addends: Addends) -> Tensor:
+    """Compute `x[s] @ matrices[group of s]`, plus addends."""
+    if groups.kernel == "triton":
+        from surefoot.models import triton_grouped_gemm  # here, because it imports Triton
+
+        return triton_grouped_gemm.multiply(x, matrices, groups.offsets, addends)
     if groups.spans is None:
-        return F.grouped_mm(x, weight.transpose(-2, -1), offs=groups.offsets)
-    y = x.new_empty(x.shape[0], weight.shape[1])
+        y: Tensor = F.grouped_mm(x, matrices, offs=groups.offsets)
+        if addends.bias is not None:
+            y.add_(_repeat_by_group(addends.bias, y, groups))
+        if (low := addends.low) is not None:
+            y.add_(F.grouped_mm(low.rows, low.matrices, offs=groups.offsets), alpha=low.scale)
+        return y
+    y = x.new_empty(x.shape[0], matrices.shape[2])
     for group, begin, end in groups.spans:
-        torch.mm(x[begin:end], weight[group].t(), out=y[begin:end])
+        torch.mm(x[begin:end], matrices[group], out=y[begin:end])
+        addends.add_to_group_(y, group, begin, end)
     return y
-
-
-def grouped_linear_add_(y: Tensor, x: Tensor, weight: Tensor, groups: Groups, scale: float) -> Tensor:
-    """Compute `y += scale * grouped_linear(x, weight)`, in place."""
-    if groups.spans is None:
-        return y.add_(F.grouped_mm(x, weight.transpose(-2, -1), offs=groups.offsets), alpha=scale)
-    for group, begin, end in groups.spans:
-        y[begin:end].addmm_(x[begin:end], weight[group].t(), alpha=scale)
-    return y
-
-
-def grouped_linear_dx(dy: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-    """Compute the gradient of `grouped_linear` by x: [S, out] -> [S, in]."""
-    if groups.spans is None:
-        return F.grouped_mm(dy, weight, offs=groups.offsets)
-    dx = dy.new_empty(dy.shape[0], weight.shape[2])
-    for group, begin, end in groups.spans:
-        torch.mm(dy[begin:end], weight[group], out=dx[begin:end])
-    return dx
-
-
-def grouped_linear_dx_add_(dx: Tensor, dy: Tensor, weight: Tensor, groups: Groups, scale: float) -> Tensor:
-    """Compute `dx += scale * grouped_linear_dx(dy, weight)`, in place."""
-    if groups.spans is None:
-        return dx.add_(F.grouped_mm(dy, weight, offs=groups.offsets), alpha=scale)
-    for group, begin, end in groups.spans:
-        dx[begin:end].addmm_(dy[begin:end], weight[group], alpha=scale)
-    return dx
 
 
 def grouped_linear_dw(dy: Tensor, x: Tensor, groups: Groups, scale: float = 1.0) -> Tensor:
     """Compute the gradient of `grouped_linear` by its weights, times `scale`: [E, out, in]. Empty groups get zeros."""
+    if groups.kernel == "triton":
+        from surefoot.models import triton_grouped_gemm
+
+        return triton_grouped_gemm.multiply_pairs(dy, x, groups.offsets, scale)
     shape = (groups.count, dy.shape[1], x.shape[1])
     if groups.spans is None:
         dw = F.grouped_mm(dy.t(), x, offs=groups.offsets)
@@ -129,15 +179,6 @@ def grouped_linear_dw(dy: Tensor, x: Tensor, groups: Groups, scale: float = 1.0)
     return dw
 
 
-def grouped_bias_add_(y: Tensor, bias: Tensor, groups: Groups) -> Tensor:
-    """Compute `y[s] += bias[group of s]`, in place."""
-    if groups.spans is None:
-        return y.add_(_repeat_by_group(bias, y, groups))
-    for group, begin, end in groups.spans:
-        y[begin:end].add_(bias[group])
-    return y
-
-
 def grouped_dot(dy: Tensor, bias: Tensor, groups: Groups) -> Tensor:
     """Compute `dy[s] @ bias[group of s]`: [S, out] -> [S]."""
     if groups.spans is None:
@@ -149,7 +190,7 @@ def grouped_dot(dy: Tensor, bias: Tensor, groups: Groups) -> Tensor:
 
 
 def grouped_sum(dy: Tensor, groups: Groups) -> Tensor:
-    """Compute the gradient of `grouped_bias_add_` by its biases: [S, out] -> [E, out]. Empty groups get zeros."""
+    """Compute the gradient of `grouped_linear` by its biases: [S, out] -> [E, out]. Empty groups get zeros."""
     if groups.spans is None:  # a product, because adding by index is not deterministic on CUDA
         return grouped_linear_dw(dy, dy.new_ones(dy.shape[0], STRIDE_ELEMENTS), groups)[..., 0]
     total = dy.new_zeros(groups.count, dy.shape[1])

@@ -15,14 +15,13 @@ from torch.nn import functional as F
 
 from surefoot.models.grouped_gemm import (
     STRIDE_ELEMENTS,
+    Addends,
     Groups,
-    grouped_bias_add_,
+    LowRank,
     grouped_dot,
     grouped_linear,
-    grouped_linear_add_,
     grouped_linear_dw,
     grouped_linear_dx,
-    grouped_linear_dx_add_,
     grouped_sum,
 )
 from surefoot.models.quantization.base import FLOAT, Stored, WeightFormat
@@ -79,13 +78,11 @@ class GroupedProjection:
 
     def forward(self, x_S: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the outputs [S, out] and, with a low-rank pair, its inner products [S, R]."""
-        y_S = self._multiply(x_S, self._tensors.stored, self._groups)
-        if self._bias is not None:
-            grouped_bias_add_(y_S, self._bias, self._groups)
-        if self.pair is None:
-            return y_S, None
-        low_SR = grouped_linear(x_S, self.pair[0], self._groups)
-        return grouped_linear_add_(y_S, low_SR, self.pair[1], self._groups, self._scaling), low_SR
+        low_SR, low = None, None
+        if self.pair is not None:
+            low_SR = grouped_linear(x_S, self.pair[0], self._groups)
+            low = LowRank(low_SR, self.pair[1].transpose(-2, -1), self._scaling)
+        return self._multiply(x_S, self._tensors.stored, self._groups, Addends(self._bias, low)), low_SR
 
     def low_gradient(self, dy_S: Tensor) -> Tensor | None:
         """Return the gradient by the inner products of the pair, without its scaling."""
@@ -93,10 +90,10 @@ class GroupedProjection:
 
     def input_gradient(self, dy_S: Tensor, d_low_SR: Tensor | None) -> Tensor:
         """Return the gradient by the inputs, from that by the outputs and by the inner products of the pair."""
-        dx_S = self._multiply_dx(dy_S, self._tensors.stored, self._groups)
+        low = None
         if self.pair is not None and d_low_SR is not None:
-            grouped_linear_dx_add_(dx_S, d_low_SR, self.pair[0], self._groups, self._scaling)
-        return dx_S
+            low = LowRank(d_low_SR, self.pair[0], self._scaling)
+        return self._multiply_dx(dy_S, self._tensors.stored, self._groups, Addends(low=low))
 
     def dot_bias(self, dy_S: Tensor) -> Tensor | None:
         """Return the products [S] of the rows with their biases."""
@@ -142,9 +139,9 @@ class GroupedProjection:
 def _prepare_lora_pair(
     a: Tensor | None, b: Tensor | None, groups: Groups, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the pair in the computing type, its rank padded with zeros where the fused kernel needs wider rows."""
+    """Return the pair in the computing type, its rank padded with zeros where torch's kernel needs wider rows."""
     if a is None or b is None:
         return None
     a, b = a.to(dtype), b.to(dtype)
-    missing = -a.shape[1] % STRIDE_ELEMENTS if groups.spans is None else 0
+    missing = -a.shape[1] % STRIDE_ELEMENTS if groups.kernel == "torch" else 0
     return (F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))) if missing else (a, b)

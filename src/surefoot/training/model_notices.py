@@ -3,12 +3,14 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surefoot.config import RunConfig
 from surefoot.data.render import answer_ends
 from surefoot.methods.base import TrainContext
 from surefoot.models.build import meta_model
+from surefoot.models.experts import describe_missing_kernel
 from surefoot.models.generate import end_tokens
 from surefoot.models.lora import experts_left_out, lora_settings
 from surefoot.models.peft_layout import UNMERGEABLE, UNREADABLE_BY_PEFT, find_unmergeable, find_unreadable
@@ -38,6 +40,8 @@ def describe_model(
         yield quantization.describe_reading(config.dtype if lora is not None else "float32")
     if how := train_context.isolation.describe():
         yield how
+    if slow := describe_missing_kernel(train_context.model, train_context.device, getattr(torch, config.dtype)):
+        yield slow
     if lora is not None and (left_out := experts_left_out(train_context.model, lora.targets)):
         yield EXPERTS_LEFT_OUT.format(", ".join(left_out))
     if lora is not None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from surefoot.models.grouped_gemm import Groups, grouped_linear, grouped_linear_dx
+from surefoot.models.grouped_gemm import NOTHING, Addends, Groups, grouped_linear, grouped_linear_dx
 
 SAME_AS_LINEAR = frozenset({"FalconLinear"})
 """Names of subclasses of torch's linear layer that compute the same as it."""
@@ -52,23 +52,25 @@ class WeightFormat(ABC):
         """Compute the gradient of `linear` by x: [S, out] -> [S, in]."""
         return dy @ self.read(stored, dy.dtype)
 
-    def grouped_linear(self, x: Tensor, stored: Stored, groups: Groups) -> Tensor:
-        """Compute `y[s] = W[expert of s] x[s]`."""
+    def grouped_linear(self, x: Tensor, stored: Stored, groups: Groups, addends: Addends = NOTHING) -> Tensor:
+        """Compute `y[s] = W[expert of s] x[s]`, plus addends."""
         if groups.spans is None:
-            return grouped_linear(x, self.read(stored, x.dtype), groups)
+            return grouped_linear(x, self.read(stored, x.dtype), groups, addends)
         y = x.new_empty(x.shape[0], stored[0].shape[1])
         for group, begin, end in groups.spans:
             torch.mm(x[begin:end], self._read_expert(stored, group, x.dtype).t(), out=y[begin:end])
+            addends.add_to_group_(y, group, begin, end)
         return y
 
-    def grouped_linear_dx(self, dy: Tensor, stored: Stored, groups: Groups) -> Tensor:
-        """Compute the gradient of `grouped_linear` by x."""
+    def grouped_linear_dx(self, dy: Tensor, stored: Stored, groups: Groups, addends: Addends = NOTHING) -> Tensor:
+        """Compute the gradient of `grouped_linear` by x, plus addends."""
         if groups.spans is None:
-            return grouped_linear_dx(dy, self.read(stored, dy.dtype), groups)
+            return grouped_linear_dx(dy, self.read(stored, dy.dtype), groups, addends)
         in_features = self._read_expert(stored, 0, dy.dtype).shape[1]
         dx = dy.new_empty(dy.shape[0], in_features)
         for group, begin, end in groups.spans:
             torch.mm(dy[begin:end], self._read_expert(stored, group, dy.dtype), out=dx[begin:end])
+            addends.add_to_group_(dx, group, begin, end)
         return dx
 
     def _read_expert(self, stored: Stored, expert: int, dtype: torch.dtype) -> Tensor:
@@ -91,11 +93,11 @@ class FloatFormat(WeightFormat):
     def linear_dx(self, dy: Tensor, stored: Stored) -> Tensor:
         return dy @ stored[0]
 
-    def grouped_linear(self, x: Tensor, stored: Stored, groups: Groups) -> Tensor:
-        return grouped_linear(x, self.read(stored, x.dtype), groups)
+    def grouped_linear(self, x: Tensor, stored: Stored, groups: Groups, addends: Addends = NOTHING) -> Tensor:
+        return grouped_linear(x, self.read(stored, x.dtype), groups, addends)
 
-    def grouped_linear_dx(self, dy: Tensor, stored: Stored, groups: Groups) -> Tensor:
-        return grouped_linear_dx(dy, self.read(stored, dy.dtype), groups)
+    def grouped_linear_dx(self, dy: Tensor, stored: Stored, groups: Groups, addends: Addends = NOTHING) -> Tensor:
+        return grouped_linear_dx(dy, self.read(stored, dy.dtype), groups, addends)
 
 
 FLOAT = FloatFormat()
