@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from surefoot.errors import ModelError
+from surefoot.inference.load import ModelFiles, load
 from surefoot.models.adapter import read_adapter
 from surefoot.models.build import trainable_parameters
 from surefoot.models.export import merge_adapter
@@ -128,7 +129,9 @@ def test_an_adapter_of_other_settings_is_refused(model_folder: Callable[[str], P
     [
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
         ({"init_lora_weights": "olora"}, "init_lora_weights='olora'"),
-        ({"alpha_pattern": {"v_proj": 64}}, "plain LoRA .*peft_type='LORA' .*alpha_pattern="),
+        ({"alpha_pattern": {"v_proj": "64"}}, "alpha_pattern=.*a number above 0"),
+        ({"rank_pattern": {"v_proj": 2}}, "no pair of rank 2"),
+        ({"rank_pattern": {"(": 2}}, r"rank_pattern: '\(' is no regular expression"),
         ({"use_dora": True}, "use_dora=True"),
         ({"bias": "all"}, "bias='all'"),
         ({"peft_type": "LOHA"}, "peft_type='LOHA'"),
@@ -136,7 +139,8 @@ def test_an_adapter_of_other_settings_is_refused(model_folder: Callable[[str], P
         ({"r": 0}, " r=0"),
         ({"lora_alpha": None}, "lora_alpha=None"),
         ({"target_modules": 7}, "target_modules=7"),
-        ({"target_modules": ".*proj"}, r"target_modules='\.\*proj'"),
+        ({"target_modules": "*proj"}, r"target_modules: '\*proj' is no regular expression"),
+        ({"target_modules": ".*q_proj"}, "leaves out"),
     ],
 )
 def test_adapters_that_would_be_read_wrongly_are_refused(
@@ -150,10 +154,87 @@ def test_adapters_that_would_be_read_wrongly_are_refused(
     with pytest.raises(ModelError, match=reason):
         merge_adapter(base, adapter, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
-    if changes.keys() & {"init_lora_weights", "alpha_pattern", "use_dora", "bias", "peft_type"}:
+    if changes.keys() & {"init_lora_weights", "use_dora", "bias", "peft_type"}:
         shapes = {name: p.shape for name, p in trainable_parameters(built.model).items()}
         with pytest.raises(ModelError, match=reason):
             read_adapter(adapter, shapes, settings, built.model)
+
+
+MADE_BY_PEFT: dict[str, tuple[str, dict[str, Any]]] = {
+    "all linear layers and experts": ("qwen3_moe", {"target_modules": "all-linear"}),
+    "names of single experts": ("qwen3_moe", {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]}),
+    "a stack by its bare name": ("qwen3_moe", {"target_modules": ["q_proj", "down_proj"]}),
+    "a stack by its bare name, beside MLA": ("deepseek_v3", {"target_modules": ["q_a_proj", "down_proj"]}),
+    "some layers": ("llama", {"target_modules": ["q_proj"], "layers_to_transform": [1]}),
+    "all but some modules": (
+        "llama", {"target_modules": ["q_proj"], "exclude_modules": ["layers.0.self_attn.q_proj"]},
+    ),
+    "a regular expression": ("llama", {"target_modules": r".*\.1\..*(q|v)_proj"}),
+    "ranks and alphas of their own": (
+        "llama",
+        {"target_modules": ["q_proj", "v_proj", "down_proj"], "rank_pattern": {"v_proj": 2, r"0\..*down_proj": 6},
+         "alpha_pattern": {"1.self_attn.v_proj": 3}},
+    ),
+    "the same by rank-stabilised scaling": (
+        "llama", {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"v_proj": 2}, "use_rslora": True},
+    ),
+    "the output layer": ("qwen2", {"target_modules": ["q_proj", "lm_head"]}),
+}  # fmt: skip
+
+
+WHILE_PEFT_CREATES_IT = pytest.mark.filterwarnings(
+    "ignore:The following .*_pattern keys:RuntimeWarning", "ignore:Setting `save_embedding_layers`:UserWarning"
+)
+
+
+@WHILE_PEFT_CREATES_IT
+@pytest.mark.parametrize(("kind", "options"), MADE_BY_PEFT.values(), ids=MADE_BY_PEFT)
+def test_adapters_that_peft_makes_are_opened_and_merged(
+    model_folder: Callable[[str], Path], tmp_path: Path, kind: str, options: dict[str, Any]
+) -> None:
+    base = model_folder(kind)
+    peft = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, lora_alpha=12, **options))
+    torch.manual_seed(5)
+    for name, parameter in peft.named_parameters():
+        if "lora_" in name:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    wanted = logits_of(peft)
+    peft.save_pretrained(tmp_path / "adapter")
+    assert (wanted - logits_of(AutoModelForCausalLM.from_pretrained(base))).abs().max() > 1e-2
+
+    merged = merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
+    torch.testing.assert_close(logits_of(AutoModelForCausalLM.from_pretrained(merged)), wanted, atol=1e-4, rtol=1e-4)
+    opened, _ = load(ModelFiles(base, tmp_path / "adapter", "it"))
+    with generating(opened):
+        torch.testing.assert_close(logits_of(opened), wanted, atol=1e-4, rtol=1e-4)
+
+
+@WHILE_PEFT_CREATES_IT
+def test_runs_continue_no_adapter_with_more_than_pairs_of_one_rank(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    base = model_folder("qwen3_moe")
+    for number, (options, reason) in enumerate(
+        (({"target_modules": "all-linear"}, "rank_pattern="), ({"target_modules": ["lm_head"]}, "base_layer.weight"))
+    ):
+        peft = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, **options))
+        peft.save_pretrained(tmp_path / str(number))
+        built, settings = trained_model(base, "qwen3_moe", targets=("all",))
+        shapes = {name: p.shape for name, p in trainable_parameters(built.model).items()}
+        with pytest.raises(ModelError, match=f"{reason}.*export .* --merge"):
+            read_adapter(tmp_path / str(number), shapes, settings, built.model)
+
+
+def test_an_adapter_of_another_base_is_not_opened(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    peft = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(model_folder("qwen2_moe")),
+        LoraConfig(r=4, target_modules=["shared_expert_gate"]),
+    )
+    peft.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(
+        ModelError, match=r"shared_expert_gate\.weight, which is not there.*the base this adapter was trained on"
+    ):
+        load(ModelFiles(model_folder("llama"), tmp_path / "adapter", "it"))
 
 
 def test_adapters_of_inits_that_leave_the_base_alone_are_read(

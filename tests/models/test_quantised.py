@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -168,6 +169,8 @@ def set_first(name: str, value: float) -> Callable[[dict[str, Tensor]], object]:
         ("int4", set_first(f"{BROKEN}_scale", 0), "a scale is 0"),
         ("int8", put(f"{BROKEN}_scale", torch.ones(32, 1, dtype=torch.bfloat16)), "does not fit"),
         ("int8", drop(f"{BROKEN}_scale"), "scales .* are missing"),
+        ("int8", put(f"{BROKEN}_zero_point", torch.zeros(32, 1, dtype=torch.int8)), r"zero_point has shape \[32, 1\]"),
+        ("int4", put(f"{BROKEN}_g_idx", torch.arange(64).flip(0).int() // 16), "the order of their activations"),
     ],
 )
 def test_broken_scales_are_refused_with_their_tensor_and_file(
@@ -263,10 +266,14 @@ def test_a_block_size_that_is_none_is_refused(block: object, released: Callable[
         CheckpointWeights(folder)
 
 
+ACTORDER = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "actorder": "group"}
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {"config_groups": {}}, {"config_groups": None}, {"config_groups": {"g": 5}}, {"format": "no-format"},
+        {"format": None}, {"config_groups": {"g": {"targets": ["Linear"], "weights": ACTORDER}}},
         {"transform_config": {"config_groups": {"u": {}}}}, {"sparsity_config": {"format": "sparse-24-bitmask"}},
         {"config_groups": {"g": {"targets": ["re:no"], "weights": None}}},
     ],
@@ -278,6 +285,34 @@ def test_odd_settings_of_compressed_tensors_are_refused(
     edit_config(folder, quantization_config={**RELEASES["int4"].settings, **changes})
     with pytest.raises(ModelError, match=r"config\.json"):
         CheckpointWeights(folder)
+
+
+def test_zero_points_are_checked_as_scales_are(released: Callable[[str], Path], tmp_path: Path) -> None:
+    """Weights that are not symmetric have a zero point for each scale, as they are or packed."""
+    settings = {**RELEASES["int4"].settings}
+    groups = {name: {**group, "weights": {**group["weights"], "symmetric": False}}
+              for name, group in settings["config_groups"].items()}  # fmt: skip
+
+    def cut(tensors: dict[str, Tensor], rows: int, columns: int) -> None:
+        for name in [name for name in tensors if name.endswith("_scale")]:
+            zeros = torch.zeros(tensors[name].shape[0] * 4 // 32, tensors[name].shape[1], dtype=torch.int32)
+            tensors[name.replace("_scale", "_zero_point")] = zeros
+        whole = tensors.pop(f"{BROKEN}_zero_point")
+        if rows:
+            tensors[f"{BROKEN}_zero_point"] = whole[:rows, :columns].contiguous()
+
+    rows, columns = load_file(released("int4") / WEIGHTS)[f"{BROKEN}_scale"].shape
+    packed = rows * 4 // 32
+    for number, (shape, reason) in enumerate(
+        (((0, 0), "are missing"), ((packed, columns - 1), "beside it"), ((packed - 1, columns), "beside it"))
+    ):
+        folder = edit_tensors(released("int4"), tmp_path / str(number), partial(cut, rows=shape[0], columns=shape[1]))
+        edit_config(folder, quantization_config={**settings, "config_groups": groups})
+        with pytest.raises(ModelError, match=f"{BROKEN}.*{reason}"):
+            CheckpointWeights(folder)
+    folder = edit_tensors(released("int4"), tmp_path / "whole", partial(cut, rows=packed, columns=columns))
+    edit_config(folder, quantization_config={**settings, "config_groups": groups})
+    assert CheckpointWeights(folder).read(BROKEN).isfinite().all()
 
 
 def test_each_group_of_compressed_tensors_has_its_own_scheme(released: Callable[[str], Path], tmp_path: Path) -> None:

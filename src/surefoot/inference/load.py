@@ -12,13 +12,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surefoot.data.render import answer_ends
 from surefoot.errors import ModelError
-from surefoot.models.adapter import CONFIG, load_adapter_files, settings_of
+from surefoot.models.adapter import CONFIG, read_contents
 from surefoot.models.attention import own_implementation
-from surefoot.models.build import build_model
+from surefoot.models.build import build_model, meta_model
 from surefoot.models.generate import end_tokens
 from surefoot.models.resolve_model import local_path, resolve_model
 from surefoot.models.vision import attention_of
-from surefoot.training.export import export, find_base, load_adapter, load_tokenizer_of, read_run_config
+from surefoot.training.export import export, find_base, load_tokenizer_of, read_run_config
 
 
 @dataclass(frozen=True)
@@ -102,12 +102,16 @@ def _files_of_run(folder: Path, artifact: Path) -> ModelFiles:
 
 def load(files: ModelFiles) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model and its tokenizer for generation: on the GPU in bfloat16 if there is one, else in float32."""
-    settings = settings_of(load_adapter_files(files.adapter)[0]) if files.adapter is not None else None
+    adapter = None
+    if files.adapter is not None:
+        base = meta_model(files.base)
+        adapter = read_contents(files.adapter, base).as_parameters(base)
+    lora = adapter.settings if adapter is not None else None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = build_model(files.base, lora=settings, device=device, dtype=dtype, for_packed_rows=False).model
-    if files.adapter is not None and settings is not None:
-        load_adapter(files.adapter, model, settings)
+    model = build_model(files.base, lora=lora, device=device, dtype=dtype, for_packed_rows=False).model
+    if adapter is not None:
+        adapter.load_into(model)
     # Attention over packed samples needs the samples of a row, which callers do not have.
     model.set_attn_implementation(attention_of(model.config, own_implementation(type(model))))
     model.eval()

@@ -6,7 +6,7 @@ their buffers, as PEFT's `modules_to_save`.
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -22,12 +23,14 @@ from surefoot.config.documents import shorten
 from surefoot.errors import ModelError
 from surefoot.models.expert_layouts import GATED, Stack, expert_stacks
 from surefoot.models.hubs import MODELSCOPE
-from surefoot.models.lora import LoraSettings, is_lora
+from surefoot.models.lora import LoraSettings, adaptable_names, is_lora
 from surefoot.models.peft_layout import PeftLayout, join_pair, order_stacks, split_targets
 from surefoot.models.resolve_model import read_json_object
 from surefoot.models.safetensors_writer import tensor_file
 
 PREFIX = "base_model.model."
+BESIDE = ".base_layer.weight"
+"""Ending of the key of a weight that PEFT stores with its pair: that of an output layer or of embeddings."""
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 STACKS = (*GATED, "down_proj")
@@ -38,11 +41,13 @@ INITS = (True, False, "gaussian", "orthogonal", "eva")
 """Values of PEFT's init_lora_weights under which the base stays unchanged. PiSSA, OLoRA and similar change it when the
 adapter is created, so that the adapter belongs to weights that are saved nowhere."""
 OTHER_KINDS = (
-    "use_dora", "rank_pattern", "alpha_pattern", "lora_bias", "layer_replication", "alora_invocation_tokens",
+    "use_dora", "lora_bias", "layer_replication", "alora_invocation_tokens",
     "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config", "velora_config",
     "trainable_token_indices", "ensure_weight_tying", "megatron_config", "layers_pattern",
 )  # fmt: skip
 """PEFT settings that combine a pair of matrices in another way than plain LoRA, or choose other modules."""
+PATTERNS = ("rank_pattern", "alpha_pattern")
+"""PEFT settings that give some modules a rank or an alpha of their own. PEFT sets them itself for stacks of experts."""
 SELECTIONS = ("exclude_modules", "layers_to_transform")
 """PEFT settings that leave out modules that `target_modules` names."""
 
@@ -132,12 +137,12 @@ def read_adapter(
     """
     layout = PeftLayout(model)
     config, stored = _load_for_model(folder, layout)
-    stored_settings = settings_of(config)
+    _check_can_be_continued(folder, config, stored)
     run_values = {"lora_rank": settings.rank, "lora_alpha": settings.alpha, "use_rslora": settings.rslora}
     adapter_values = {
-        "lora_rank": stored_settings.rank,
-        "lora_alpha": stored_settings.alpha,
-        "use_rslora": stored_settings.rslora,
+        "lora_rank": config["r"],
+        "lora_alpha": config["lora_alpha"],
+        "use_rslora": config.get("use_rslora", False),
     }
     different = [
         f"{name}={run_values[name]} but the adapter has {adapter_values[name]}"
@@ -161,6 +166,17 @@ def read_adapter(
             )
         values[name] = layout.convert_from_file(name, value, expected_shapes[name])
     return values
+
+
+def _check_can_be_continued(folder: Path, config: Mapping[str, Any], stored: Iterable[str]) -> None:
+    """Raise ModelError for an adapter that is more than the low-rank pairs of one rank, which a run trains."""
+    reasons = [f"{name}={config[name]!r} gives some modules their own" for name in PATTERNS if config.get(name)]
+    reasons += [f"it holds {PREFIX}{key}, the weight beside a pair" for key in stored if key.endswith(BESIDE)]
+    if reasons:
+        raise ModelError(
+            f"init_adapter={folder}: {'; '.join(reasons)}, and a run trains pairs of one lora_rank and lora_alpha. "
+            f"`surefoot export {folder} MODEL --merge` writes a model that can be trained on."
+        )
 
 
 def _check_targets(
@@ -210,8 +226,20 @@ def _load_for_model(folder: Path, layout: PeftLayout) -> tuple[dict[str, Any], d
 def _check_types(config: Mapping[str, Any], path: Path) -> None:
     for name in ("target_modules", "target_parameters", "modules_to_save", "exclude_modules"):
         named = config.get(name)
-        if named is not None and not (isinstance(named, list) and all(isinstance(item, str) for item in named)):
+        if name in ("target_modules", "exclude_modules") and isinstance(named, str):
+            _check_pattern(named, f"{path}: {name}")
+        elif named is not None and not (isinstance(named, list) and all(isinstance(item, str) for item in named)):
             raise ModelError(f"{path}: {name}={shorten(named)}; a list of names is needed.")
+    for name, types in zip(PATTERNS, (int, int | float), strict=True):
+        values = config.get(name) or {}
+        is_valid = isinstance(values, dict) and all(
+            not isinstance(value, bool) and isinstance(value, types) and 0 < value <= MOST_RANK
+            for value in values.values()
+        )
+        if not is_valid:
+            raise ModelError(f"{path}: {name}={shorten(values)}; a number above 0 for each pattern is needed.")
+        for pattern in values:
+            _check_pattern(pattern, f"{path}: {name}")
     layers = config.get("layers_to_transform")
     if layers is not None and any(
         type(layer) is not int for layer in (layers if isinstance(layers, list) else [layers])
@@ -228,14 +256,21 @@ def _check_types(config: Mapping[str, Any], path: Path) -> None:
         raise ModelError(f"{path}: use_rslora={shorten(rslora)}; true or false is needed.")
 
 
+def _check_pattern(pattern: str, place: str) -> None:
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError) as error:
+        raise ModelError(f"{place}: {shorten(pattern)} is no regular expression: {error}.") from error
+
+
 def _check_modules_named(
-    folder: Path, config: Mapping[str, Any], stored: Iterable[str], stacks: Mapping[str, Iterable[str]]
+    folder: Path, config: Mapping[str, Any], stored: Iterable[str], find_leaves: Callable[[str], Iterable[str]]
 ) -> None:
     """Raise ModelError for a tensor of a module that the config does not name: PEFT would ignore it."""
     for key in stored:
         owner, is_pair, _ = key.rpartition(".lora_")
         module = owner.replace(".base_layer", "")
-        parameters = [f"{module}.{leaf}" for leaf in (*stacks.get(module, STACKS), "weight")]
+        parameters = [f"{module}.{leaf}" for leaf in (*find_leaves(module), "weight")]
         is_parameter = any(_is_named(parameter, config.get("target_parameters")) for parameter in parameters)
         if is_pair and not is_parameter and not _is_selected(module, config):
             raise ModelError(
@@ -244,7 +279,10 @@ def _check_modules_named(
             )
 
 
-def _is_named(module: str, names: Iterable[str] | None) -> bool:
+def _is_named(module: str, names: str | Iterable[str] | None) -> bool:
+    """Return whether names, or a regular expression of full names, mean a module."""
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
     return any(f".{module}".endswith(f".{name}") for name in names or ())
 
 
@@ -253,7 +291,7 @@ def _is_selected(module: str, config: Mapping[str, Any]) -> bool:
     targets, layers = config.get("target_modules") or (), config.get("layers_to_transform")
     if not _is_named(module, targets) or _is_named(module, config.get("exclude_modules")):
         return False
-    if layers in (None, []) or module in targets:
+    if layers in (None, []) or isinstance(targets, str) or module in targets:
         return True
     number = FIRST_LAYER.match(module)
     return number is not None and int(number[1]) in (layers if isinstance(layers, list) else [layers])
@@ -274,6 +312,11 @@ class LowRank:
     """Whether the weight is stored as [in, out], a stack as [E, in, out]."""
     is_flat: bool = False
     """Whether a stack is stored as a matrix, one expert below the other."""
+    scaling: float = 1.0
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[-2]
 
     @property
     def shape(self) -> torch.Size:
@@ -283,9 +326,9 @@ class LowRank:
         return torch.Size((shape[0] * shape[1], shape[2])) if self.is_flat else shape
 
     def multiply(self, expert: int | None) -> Tensor:
-        """Return the product in the weight's layout and float32, of one expert or of all."""
+        """Return the scaled product in the weight's layout and float32, of one expert or of all."""
         a, b = (self.a, self.b) if expert is None else (self.a[expert], self.b[expert])
-        product = b.float() @ a.float()
+        product = self.scaling * (b.float() @ a.float())
         product = product.mT if self.is_transposed else product
         return product.flatten(0, 1) if self.is_flat and expert is None else product
 
@@ -294,10 +337,68 @@ class LowRank:
 class AdapterContents:
     """Contents of an adapter by the names of the model's parameters."""
 
-    settings: LoraSettings
     low_rank: dict[str, LowRank]
     whole: dict[str, Tensor]
-    """Parameters that were trained in full."""
+    """Parameters that were trained in full, and others that are stored in full."""
+    has_routers: bool
+    """Whether routers are among them."""
+
+    def as_parameters(self, model: PreTrainedModel) -> "AdapterParameters":
+        """Return the adapter as LoRA of one rank of a model, which is read for its names and shapes alone."""
+        self._check_fits(model)
+        stacks, adaptable = dict(expert_stacks(model)), adaptable_names(model)
+        pairs = {name.removesuffix(".weight"): pair for name, pair in self.low_rank.items()}
+        updates = {f"{name}.weight": pair.multiply(None) for name, pair in pairs.items() if name not in adaptable}
+        pairs = {name: pair for name, pair in pairs.items() if name in adaptable}
+        rank = max((pair.rank for pair in pairs.values()), default=1)
+        scaling = next((pair.scaling for pair in pairs.values() if pair.scaling), 1.0)
+        values = dict(self.whole)
+        for name, pair in pairs.items():
+            start = f"{name}_lora" if name in stacks else f"{name}.lora"
+            missing = rank - pair.rank
+            b = pair.b if pair.scaling == scaling else pair.b.float() * (pair.scaling / scaling)
+            values[f"{start}_A"] = F.pad(pair.a, (0, 0, 0, missing))
+            values[f"{start}_B"] = F.pad(b, (0, missing))
+        modules, parameters = split_targets(model, pairs.keys() - stacks.keys(), pairs.keys() & stacks.keys())
+        targets = (*sorted(modules), *sorted(parameters), *(["router"] if self.has_routers else []))
+        settings = LoraSettings(rank, scaling * rank, targets=targets) if targets else None
+        return AdapterParameters(settings, values, updates)
+
+    def _check_fits(self, model: PreTrainedModel) -> None:
+        """Raise ModelError unless a model has the weights that the adapter is for."""
+        tensors: Iterable[tuple[str, Tensor]] = (*model.named_parameters(), *model.named_buffers())
+        shapes = {name: tensor.shape for name, tensor in tensors}
+        ties: dict[str, str] = model.all_tied_weights_keys
+        parts = {name: pair.shape for name, pair in self.low_rank.items()}
+        parts |= {name: weight.shape for name, weight in self.whole.items()}
+        for name, part in parts.items():
+            shape = shapes.get(ties.get(name, name))
+            if shape != part:
+                there = f"has shape {tuple(shape)} there" if shape is not None else "is not there"
+                raise ModelError(
+                    f"the adapter has a part of shape {tuple(part)} for {name}, which {there}. Is "
+                    f"{model.name_or_path} the base this adapter was trained on?"
+                )
+
+
+@dataclass(frozen=True)
+class AdapterParameters:
+    """An adapter as LoRA of one rank: smaller pairs have zeros beside them, those of another scaling another B."""
+
+    settings: LoraSettings | None
+    """None if it adapts nothing that LoRA can."""
+    values: dict[str, Tensor]
+    """Values of parameters, by name."""
+    updates: dict[str, Tensor]
+    """Sums for weights that LoRA cannot adapt and PEFT can: those of routers."""
+
+    @torch.no_grad()
+    def load_into(self, model: PreTrainedModel) -> None:
+        """Load the adapter into a model that was built with its settings."""
+        for name, value in self.values.items():
+            get_tensor(model, name).copy_(value)
+        for name, update in self.updates.items():
+            get_tensor(model, name).add_(update)
 
 
 def read_contents(folder: Path, model: PreTrainedModel) -> AdapterContents:
@@ -306,12 +407,16 @@ def read_contents(folder: Path, model: PreTrainedModel) -> AdapterContents:
     Raises: ModelError if it is not a plain LoRA adapter.
     """
     config, stored = _load_for_model(folder, PeftLayout(model))
-    settings = settings_of(config)
     modules = dict(model.named_modules())
     stacks: dict[str, dict[str, Stack]] = {}
     for name, stack in expert_stacks(model):
         stacks.setdefault(name.rpartition(".")[0], {})[stack.leaf] = stack
-    _check_modules_named(folder, config, stored, stacks)
+
+    def find_leaves(module: str) -> Iterable[str]:
+        """Return the stacks of a module, by the usual names if it is of another model."""
+        return stacks.get(module, () if module in modules else STACKS)
+
+    _check_modules_named(folder, config, stored, find_leaves)
     low_rank, full_weights = {}, {}
     for key in stored:
         other = key.replace(".lora_A.", ".lora_B.") if ".lora_A." in key else key.replace(".lora_B.", ".lora_A.")
@@ -323,26 +428,28 @@ def read_contents(folder: Path, model: PreTrainedModel) -> AdapterContents:
         if name.endswith(".lora_A.weight"):
             owner, b = name.removesuffix(".lora_A.weight"), stored[name.replace(".lora_A.", ".lora_B.")]
             module = owner.replace(".base_layer", "")
-            leaf = _find_stack(owner, stacks.get(module, dict.fromkeys(STACKS)), config.get("target_parameters"))
+            leaf = _find_stack(owner, find_leaves(module), config.get("target_parameters"))
+            rank, scaling = _read_strength(config, f"{module}.{leaf}" if leaf else module)
             is_pair = a.dim() == b.dim() == 2 and min(*a.shape, *b.shape) > 0 and a.shape[0] == b.shape[1]
-            if not is_pair or (a.shape[0] % settings.rank if leaf else a.shape[0] != settings.rank):
+            if not is_pair or (a.shape[0] % rank if leaf else a.shape[0] != rank):
                 raise ModelError(
                     f"{folder}: {PREFIX}{name} has shape {tuple(a.shape)} and its other half {tuple(b.shape)}, which "
-                    f"are no pair of rank {settings.rank}. Nothing was written."
+                    f"are no pair of rank {rank}. Nothing was written."
                 )
             if leaf is None:
-                low_rank[f"{owner}.weight"] = LowRank(a, b, isinstance(modules.get(module), Conv1D))
+                is_transposed = isinstance(modules.get(module), Conv1D)
+                low_rank[f"{owner}.weight"] = LowRank(a, b, is_transposed, scaling=scaling)
             elif module not in stacks:  # of another model: the pair finds no weight
-                low_rank[f"{module}.{leaf}"] = LowRank(a, b)
+                low_rank[f"{module}.{leaf}"] = LowRank(a, b, scaling=scaling)
             else:
                 stack = stacks[module][leaf]
                 is_flat = getattr(stack.owner, leaf).dim() == 2
                 low_rank[f"{module}.{leaf}"] = LowRank(
-                    *join_pair(a, b, settings.rank, stack), stack.is_transposed, is_flat
+                    *join_pair(a, b, rank, stack), stack.is_transposed, is_flat, scaling
                 )
         elif not name.endswith(".lora_B.weight"):
-            full_weights[name] = a
-    return AdapterContents(settings, low_rank, full_weights)
+            full_weights[name.replace(BESIDE, ".weight")] = a
+    return AdapterContents(low_rank, full_weights, has_routers=bool(config.get("modules_to_save")))
 
 
 def _find_stack(owner: str, leaves: Iterable[str], target_parameters: Iterable[str] | None) -> str | None:
@@ -353,18 +460,15 @@ def _find_stack(owner: str, leaves: Iterable[str], target_parameters: Iterable[s
     return adapted[-1 - depth] if depth < len(adapted) else None
 
 
-def settings_of(config: Mapping[str, Any]) -> LoraSettings:
-    """Return the LoRA settings for an adapter's config, as `load_adapter_files` returns it."""
-    return LoraSettings(
-        rank=config["r"],
-        alpha=config["lora_alpha"],
-        rslora=config.get("use_rslora", False),
-        targets=(
-            *(config.get("target_modules") or ()),
-            *(config.get("target_parameters") or ()),
-            *(["router"] if config.get("modules_to_save") else []),
-        ),
-    )
+def _read_strength(config: Mapping[str, Any], name: str) -> tuple[int, float]:
+    """Return the rank and the scaling of a module or a stack. Source: get_pattern_key in peft.utils.other."""
+
+    def find(setting: str, default: Any) -> Any:
+        patterns = (config.get(setting) or {}).items()
+        return next((value for key, value in patterns if re.match(rf"(.*\.)?({key})$", name)), default)
+
+    rank, alpha = find("rank_pattern", config["r"]), find("alpha_pattern", config["lora_alpha"])
+    return rank, LoraSettings(rank, alpha, rslora=config.get("use_rslora", False)).scaling
 
 
 def check_kind(config: Mapping[str, Any], path: Path = Path(CONFIG)) -> None:

@@ -179,7 +179,7 @@ class _Merger:
         full_weight = self._content.whole.get(place.parameters[0])
         if full_weight is not None and place.converter is None:
             self._check_shape(place.parameters[0], full_weight.shape, value.shape)
-            return full_weight.to(value.dtype)
+            value = full_weight.to(value.dtype)
         if not any(name in self._content.low_rank for name in place.parameters):
             return value
         updates = {name: self._compute_update(place, name) for name in place.parameters}
@@ -195,7 +195,7 @@ class _Merger:
         self._check_shape(parameter, pair.shape, shape)
         if expert is not None and expert >= shape[0]:
             raise ModelError(f"{place.stored} is expert {expert} of {shape[0]}. Nothing was written.")
-        return self._content.settings.scaling * pair.multiply(expert)
+        return pair.multiply(expert)
 
     def _check_shape(self, parameter: str, update: torch.Size, weight: torch.Size) -> None:
         if update != weight:

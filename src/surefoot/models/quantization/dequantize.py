@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from math import ceil, lcm, prod
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from surefoot.errors import ModelError
 from surefoot.models.quantization.released import (
     BLOCK_SCALES,
     BLOCKS,
+    GROUP_INDEX,
     INT32_BITS,
     PACKED,
     SCALE,
@@ -198,6 +199,14 @@ class CompressedTensorsDequantizer(Dequantizer):
         super().__init__(quantization)
         from compressed_tensors.quantization import QuantizationConfig
 
+        groups = quantization.settings.get("config_groups")
+        if not isinstance(groups, Mapping) or not groups:
+            raise ModelError(
+                f"{quantization.place}: its quantization_config has config_groups={shorten(groups)}, which says of no "
+                "layer how it is stored. Take the config.json of the model's release."
+            )
+        if any("'actorder': 'group'" in str(group) for group in groups.values()):
+            self._raise_reordered(quantization.place)
         with self._raise_misfits(f"{quantization.place}: its quantization_config"):
             self._config = QuantizationConfig.model_validate(dict(quantization.settings))
 
@@ -228,6 +237,35 @@ class CompressedTensorsDequantizer(Dequantizer):
                 f"{list(weight.shape)} with a scale for each {args.strategy}. Is the folder complete, its config.json "
                 "its own?"
             )
+        self._check_zero_points(weight, args)
+        if (order := weight.parts.get(GROUP_INDEX)) is not None:
+            numbers = order.read_integers()
+            if numbers not in ([column // max(1, size) for column in range(columns)], [-1] * columns):
+                self._raise_reordered(order.place)
+
+    def _check_zero_points(self, weight: StoredWeight, args: Any) -> None:
+        """Raise ModelError for zero points that are missing or of another shape than the scales."""
+        scales, zeros = weight.parts[SCALE], weight.parts.get(ZERO_POINT)
+        if zeros is None and not args.symmetric:
+            raise ModelError(
+                f"{weight.values.place}: its zero points ({weight.name}{ZERO_POINT}) are missing, and config.json says "
+                "that its numbers are not symmetric. Is the folder complete, its config.json its own?"
+            )
+        if zeros is not None and zeros.shape != scales.shape:
+            packed = (ceil(weight.shape[0] * args.num_bits / INT32_BITS), *scales.shape[1:])
+            if zeros.dtype != "I32" or zeros.shape != packed:
+                raise ModelError(
+                    f"{zeros.place} has shape {list(zeros.shape)}, and the scales beside it {list(scales.shape)}. Is "
+                    "the folder complete, its config.json its own?"
+                )
+
+    @staticmethod
+    def _raise_reordered(place: object) -> NoReturn:
+        raise ModelError(
+            f"{place}: weights are in the order of their activations (actorder: group, weight_g_idx), which "
+            "compressed-tensors no longer reads. Take another release of the model, or a GPTQ model that was "
+            "quantised with actorder: weight."
+        )
 
     def read(self, weight: StoredWeight, slices: Slices, rows: range, dtype: torch.dtype) -> Tensor:
         args, scheme, compressor = self._find_scheme(weight)
@@ -287,9 +325,14 @@ class CompressedTensorsDequantizer(Dequantizer):
                 f"{self._quantization.place}: no group of its quantization_config says how {weight.values.name} is "
                 f"stored ({weight.values.file})."
             )
-        with self._raise_misfits(f"{self._quantization.place}: its quantization_config"):
-            stored = getattr(schemes[0].format, "value", schemes[0].format) or self._config.format
-            return schemes[0].weights, schemes[0], BaseCompressor.get_value_from_registry(stored)
+        stored = getattr(schemes[0].format, "value", schemes[0].format) or self._quantization.settings.get("format")
+        if stored not in BaseCompressor.registered_names():
+            raise ModelError(
+                f"{self._quantization.place}: its quantization_config has format={shorten(stored)}; "
+                f"compressed-tensors reads {', '.join(BaseCompressor.registered_names())}. Take another release of the "
+                "model."
+            )
+        return schemes[0].weights, schemes[0], BaseCompressor.get_value_from_registry(stored)
 
     @contextmanager
     def _raise_misfits(self, place: str) -> Iterator[None]:

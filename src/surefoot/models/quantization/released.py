@@ -18,7 +18,7 @@ from surefoot.system.safetensors_header import read_header
 SCALE_INV, SCALE = "_scale_inv", "_scale"
 """Endings of the scales of FP8 weights; both are factors of the stored numbers."""
 BLOCKS, BLOCK_SCALES = "_blocks", "_scales"
-PACKED, SHAPE, ZERO_POINT = "_packed", "_shape", "_zero_point"
+PACKED, SHAPE, ZERO_POINT, GROUP_INDEX = "_packed", "_shape", "_zero_point", "_g_idx"
 OTHER_SCALE_NAMES = {".scale": SCALE_INV, ".qscale_weight": SCALE_INV}
 """Names of an FP8 scale beside `.weight` in some releases, and the ending that they have here."""
 OF_ACTIVATIONS = tuple(
@@ -48,6 +48,14 @@ class StoredPart:
     def place(self) -> str:
         """The file and the tensor, for messages."""
         return f"{self.file}: {self.name}"
+
+    def read_integers(self) -> list[int]:
+        """Return the numbers of a small tensor of signed integers, without torch."""
+        with open(self.file, "rb") as file:
+            file.seek(self.begin)
+            stored = file.read(self.end - self.begin)
+        width = len(stored) // max(1, prod(self.shape))
+        return [int.from_bytes(stored[at : at + width], "little", signed=True) for at in range(0, len(stored), width)]
 
     @property
     def is_quantised(self) -> bool:
@@ -122,19 +130,14 @@ def _get_packed_shape(parts: Parts) -> tuple[int, ...]:
         return parts[""].shape
     packed = parts[PACKED]
     if SHAPE in parts:
-        return _read_integers(parts[SHAPE])
+        return _read_sizes(parts[SHAPE])
     if packed.dtype == "U8":  # FP4 is packed in pairs
         return (*packed.shape[:-1], 2 * packed.shape[-1])
     raise ModelError(f"{packed.place} is packed, and its shape (weight_shape) is missing. Is the folder complete?")
 
 
-def _read_integers(part: StoredPart) -> tuple[int, ...]:
-    """Read a small tensor of integers without torch."""
-    with open(part.file, "rb") as file:
-        file.seek(part.begin)
-        stored = file.read(part.end - part.begin)
-    width = len(stored) // max(1, prod(part.shape))
-    numbers = [int.from_bytes(stored[at : at + width], "little", signed=True) for at in range(0, len(stored), width)]
+def _read_sizes(part: StoredPart) -> tuple[int, ...]:
+    numbers = part.read_integers()
     if part.dtype not in ("I64", "I32") or len(numbers) != 2 or min(numbers) < 1:
         raise ModelError(f"{part.place} holds {shorten(numbers)}; the two sizes of a weight are needed.")
     return tuple(numbers)
@@ -146,7 +149,7 @@ METHODS: Mapping[str, _Naming] = {
     "mxfp8": _FP8,
     "mxfp4": _Naming((BLOCKS,), (BLOCK_SCALES,), (), _get_mxfp4_shape),
     "compressed-tensors": _Naming(
-        ("", PACKED), (SCALE,), (ZERO_POINT, "_global_scale", SHAPE, "_g_idx"), _get_packed_shape
+        ("", PACKED), (SCALE,), (ZERO_POINT, "_global_scale", SHAPE, GROUP_INDEX), _get_packed_shape
     ),
 }
 """Methods of config.json's quantization_config that can be read, by quant_method."""
