@@ -136,7 +136,7 @@ def _supervise_run(loaded: "LoadedConfig") -> AbstractContextManager[None]:
     )
 
 
-def plan(config: Config, overrides: Sequence[str] = (), **settings: Any) -> "Plan":
+def plan(config: Config = MappingProxyType({}), overrides: Sequence[str] = (), **settings: Any) -> "Plan":
     """Return the memory and time that a run needs, whether it fits, and settings that do; `as_text()` is the page.
 
     `device` may be a GPU of another machine ("h100"); `nodes`, `host_gib` and `price` are as on the command line.
@@ -169,7 +169,9 @@ def import_run(source: str | Path | Sequence[str]) -> "ImportedRun":
     return convert(parse_run(str(source) if isinstance(source, str | Path) else list(source)))
 
 
-def describe_data(config: Config, overrides: Sequence[str] = (), *, show: int = 1, **settings: Any) -> "DataReport":
+def describe_data(
+    config: Config = MappingProxyType({}), overrides: Sequence[str] = (), *, show: int = 1, **settings: Any
+) -> "DataReport":
     """Return a description of a config's data: format, counts, lengths, masks, findings, and the first `show` samples.
 
     Raises: surefoot.errors.SurefootError.

@@ -123,3 +123,13 @@ def test_an_answer_does_not_depend_on_its_batch(name: str, tokenizer: Any) -> No
     alone = [complete(model, tokenizer, [prompt], max_new_tokens=6)[0] for prompt in prompts]
     assert complete(model, tokenizer, prompts, max_new_tokens=6) == alone
     assert len(set(alone)) > 1
+
+
+def test_a_short_prompt_has_its_own_room_beside_a_long_one(tokenizer: Any) -> None:
+    """An answer ends where the model's context does, and that of another prompt does not matter."""
+    model = tiny_model("llama", vocab_size=len(tokenizer))
+    model.config.max_position_embeddings = 64
+    prompts = [list(range(20, 32)), list(range(20, 65))]
+    alone = [complete(model, tokenizer, [prompt], max_new_tokens=30)[0] for prompt in prompts]
+    assert complete(model, tokenizer, prompts, max_new_tokens=30) == alone
+    assert len(alone[0]) > len(alone[1])

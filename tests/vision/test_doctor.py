@@ -26,3 +26,13 @@ def test_text_beside_images(vision: Callable[..., dict[str, Any]], settings: dic
     blind = said({**vision(), "model": settings["model"]})
     assert blind.status == "failed"
     assert re.search("8 of 12 .*images; .*text only", blind.text)
+
+
+def test_an_image_file_that_is_missing_is_named_before_a_run(
+    vision: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    rows = [row for row in picture_rows(tmp_path / "more") if row.get("images")]
+    rows[1]["images"][-1] = "nowhere.png"
+    check = said(vision(dataset=str(write_jsonl(tmp_path / "more" / "lost.jsonl", rows))))
+    assert check.status == "failed"
+    assert re.search(r"lost\.jsonl:2: .*nowhere\.png", check.text)

@@ -78,20 +78,19 @@ def complete(
                 f"the prompt has {longest} tokens, and the model sees {context} with its answer. Shorten the prompt, "
                 "or begin a new conversation."
             )
-        max_new_tokens = min(max_new_tokens, context - longest)
     ends = sorted(end_tokens(model, tokenizer))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(ends), 0)
-    settings = GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        do_sample=temperature > 0,
-        temperature=temperature if temperature > 0 else None,
-        pad_token_id=pad,
-        eos_token_id=ends,
-    )
     answers = [""] * len(prompts)
     with generating(model), _reset_generation_config(model), torch.no_grad():
         for numbers in batches_of_one_length([len(prompt) for prompt in prompts], batch_size):
             batch = [prompts[number] for number in numbers]
+            settings = GenerationConfig(
+                max_new_tokens=min(max_new_tokens, context - len(batch[0])) if context is not None else max_new_tokens,
+                do_sample=temperature > 0,
+                temperature=temperature if temperature > 0 else None,
+                pad_token_id=pad,
+                eos_token_id=ends,
+            )
             for number, answer in zip(
                 numbers, _complete_batch(model, tokenizer, batch, settings, on_text), strict=True
             ):

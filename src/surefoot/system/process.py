@@ -71,10 +71,17 @@ class StopHandler:
     def __init__(self) -> None:
         self.is_over = False
         self._has_interrupted = False
+        self._process = os.getpid()
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
-        """Raise KeyboardInterrupt for each SIGINT, and for SIGTERM or SIGHUP only if nothing was interrupted before."""
-        if not self.is_over and (number == signal.SIGINT or not self._has_interrupted):
+        """Raise KeyboardInterrupt for each SIGINT, and for SIGTERM or SIGHUP only if nothing was interrupted before.
+
+        A forked process, such as a worker of a library, ends by the signal as it would without this program.
+        """
+        if os.getpid() != self._process:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif not self.is_over and (number == signal.SIGINT or not self._has_interrupted):
             self._has_interrupted = True
             raise KeyboardInterrupt(signal.Signals(number).name)
 

@@ -1,5 +1,6 @@
 """Doctor check of the first rows of a run's data: their format, their rendering, and whether the model reads images."""
 
+import re
 from collections.abc import Iterator
 from datetime import date
 from itertools import islice
@@ -11,6 +12,7 @@ from surefoot.config import LoadedConfig, RunConfig
 from surefoot.data.build_dataset import open_images
 from surefoot.data.conversation import BadRow, Conversation
 from surefoot.data.file_readers import stream_chunks
+from surefoot.data.images import ImageSettings, find_picture
 from surefoot.data.model_processor import vision_class
 from surefoot.data.render import check_vocabulary
 from surefoot.data.renderer_source import TEXT_ONLY, RendererSource
@@ -26,6 +28,10 @@ from surefoot.models.resolve_model import folder_here
 NAME = "first rows"
 ROWS_PER_FILE, FILES_PER_SOURCE = 200, 8
 """Rows read of each file, and files read of each source: quick to read, and enough to show systematic errors."""
+ADDRESS = re.compile(r"(?!file:)\w+:", re.IGNORECASE)
+"""Beginning of an image that is no file: an address, or base64."""
+MAX_IMAGES = 8
+"""Image files that are opened."""
 
 
 def first_rows(loaded: LoadedConfig) -> Check:
@@ -52,12 +58,14 @@ def _check_first_rows(loaded: LoadedConfig) -> Result:
     except (SurefootError, NotApplicable) as error:
         no_template_reason = str(error)
     code, is_fatal = ("SF747", False) if run.on_bad_row == "skip" else ("SF743", True)
-    images = []
+    images: list[int] = []
     too_long: list[str] = []
     try:
         for source in sources:
-            for place, conversation in _read_first_rows(source):
-                images.append(sum(len(message.images) for message in conversation.messages))
+            for place, folder_of_file, conversation in _read_first_rows(source):
+                if is_vision_model and sum(images) < MAX_IMAGES:
+                    _open_image_files(conversation, folder_of_file, run, place)
+                images.append(len(conversation.images))
                 if template is not None and (is_vision_model or not images[-1]):
                     text = _render(template, conversation, place)
                     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -129,8 +137,19 @@ def open_template(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ChatTem
     return ChatTemplate(source.template)
 
 
-def _read_first_rows(source: Source) -> Iterator[tuple[str, Conversation]]:
-    """Yield the first rows of the first files, each with its place.
+def _open_image_files(conversation: Conversation, folder: Path, run: RunConfig, place: str) -> None:
+    """Open the images of a row that are files; nothing is downloaded. Raises: BadRow for one that cannot be read."""
+    settings = ImageSettings("", 0, 0, 0, 0, 0, run.image_dir)
+    for source in conversation.images[:MAX_IMAGES]:
+        if isinstance(source, str) and ADDRESS.match(source) is None:
+            try:
+                find_picture(source, folder, settings)[1].close()
+            except BadRow as error:
+                raise BadRow(f"{place}: {error}") from error
+
+
+def _read_first_rows(source: Source) -> Iterator[tuple[str, Path, Conversation]]:
+    """Yield the first rows of the first files, each with its place and the folder of its file.
 
     Raises: BadRow with its place; DataError for a file that cannot be read at all.
     """
@@ -151,7 +170,7 @@ def _read_first_rows(source: Source) -> Iterator[tuple[str, Conversation]]:
                 conversation = reader.read(row.columns)
             except BadRow as error:
                 raise BadRow(f"{place}: {error}") from error
-            yield place, conversation
+            yield place, path.parent, conversation
 
 
 def _render(template: ChatTemplate, conversation: Conversation, place: str) -> str:
