@@ -108,6 +108,11 @@ def test_schedules_and_empty_keys_of_axolotl(tmp_path: Path) -> None:
             {"target_modules": ["all", "router"]},
             None,
         ),
+        (
+            "lora_target_parameters: [mlp.experts.down_proj]\nlora_target_linear: true\nadapter: lora",
+            {"target_modules": ["all", "mlp.experts.down_proj"]},
+            None,
+        ),
         ("lora_target_modules: [q_proj]\nlora_target_linear: false\nadapter: lora", {"target_modules": "q_proj"}, None),
         ("sequence_len: 512\nmax_seq_length: 1024", {"max_length": 1024}, "sequence_len = 512"),
     ],

@@ -10,11 +10,13 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from torch import nn
+from torch._subclasses import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from surefoot.errors import ModelError
 from surefoot.inference.load import ModelFiles, load
-from surefoot.models.adapter import read_adapter
+from surefoot.models.adapter import AdapterParameters, read_adapter
 from surefoot.models.build import trainable_parameters
 from surefoot.models.export import merge_adapter
 from surefoot.models.generate import generating
@@ -129,7 +131,10 @@ def test_an_adapter_of_other_settings_is_refused(model_folder: Callable[[str], P
     [
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
         ({"init_lora_weights": "olora"}, "init_lora_weights='olora'"),
-        ({"alpha_pattern": {"v_proj": "64"}}, "alpha_pattern=.*a number above 0"),
+        ({"alpha_pattern": {"v_proj": "64"}}, "alpha_pattern=.*a number is needed"),
+        ({"rank_pattern": {"v_proj": 0}}, "rank_pattern=.*a whole number above 0"),
+        ({"rank_pattern": {"(?i)v_proj": 2}}, "is no regular expression"),
+        ({"target_modules": "a{99999999999999999999}"}, "is no regular expression"),
         ({"rank_pattern": {"v_proj": 2}}, "no pair of rank 2"),
         ({"rank_pattern": {"(": 2}}, r"rank_pattern: '\(' is no regular expression"),
         ({"use_dora": True}, "use_dora=True"),
@@ -179,6 +184,16 @@ MADE_BY_PEFT: dict[str, tuple[str, dict[str, Any]]] = {
         "llama", {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"v_proj": 2}, "use_rslora": True},
     ),
     "the output layer": ("qwen2", {"target_modules": ["q_proj", "lm_head"]}),
+    "an output layer with a bias": ("phi", {"target_modules": ["q_proj", "lm_head"]}),
+    "an output layer in full": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    "a linear router": ("afmoe", {"target_modules": "all-linear"}),
+    "an indexer": ("deepseek_v32", {"target_modules": "all-linear"}),
+    "a router alone": ("qwen3_moe", {"target_parameters": ["mlp.gate.weight"]}),
+    "patterns that are not those of a parameter": (
+        "qwen3_moe",
+        {"target_modules": ["q_proj"], "target_parameters": ["mlp.gate.weight"],
+         "alpha_pattern": {"gate": 48}, "rank_pattern": {"gate.weight": 2}},
+    ),
 }  # fmt: skip
 
 
@@ -190,9 +205,14 @@ WHILE_PEFT_CREATES_IT = pytest.mark.filterwarnings(
 @WHILE_PEFT_CREATES_IT
 @pytest.mark.parametrize(("kind", "options"), MADE_BY_PEFT.values(), ids=MADE_BY_PEFT)
 def test_adapters_that_peft_makes_are_opened_and_merged(
-    model_folder: Callable[[str], Path], tmp_path: Path, kind: str, options: dict[str, Any]
+    model_folder: Callable[[str], Path], tokenizer: Any, tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:
-    base = model_folder(kind)
+    base = tmp_path / "base"
+    if kind in ("phi", "afmoe", "deepseek_v32"):
+        tiny_model(kind, vocab_size=512).save_pretrained(base)
+        tokenizer.save_pretrained(base)
+    else:
+        base = model_folder(kind)
     peft = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, lora_alpha=12, **options))
     torch.manual_seed(5)
     for name, parameter in peft.named_parameters():
@@ -207,6 +227,16 @@ def test_adapters_that_peft_makes_are_opened_and_merged(
     opened, _ = load(ModelFiles(base, tmp_path / "adapter", "it"))
     with generating(opened):
         torch.testing.assert_close(logits_of(opened), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_what_lora_cannot_adapt_is_added_on_the_device_of_the_model() -> None:
+    update = torch.ones(4, 4)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = nn.Module()
+        model.weight = nn.Parameter(torch.empty(4, 4, device="cuda", dtype=torch.bfloat16))
+        parameters = AdapterParameters(LoraSettings(1, 1.0, targets=()), {}, {"weight": update})
+        parameters.load_into(model)  # type: ignore[arg-type]
+    assert (model.weight.device.type, model.weight.dtype) == ("cuda", torch.bfloat16)
 
 
 @WHILE_PEFT_CREATES_IT

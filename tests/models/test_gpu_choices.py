@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from surefoot.config import load_config
 from surefoot.config.resolve import resolve
-from surefoot.models import attention, build, grouped_gemm, varlen_attention
+from surefoot.models import attention, build, experts, grouped_gemm, triton_grouped_gemm, varlen_attention
 from surefoot.models.attention_math import AttentionTerms, attend
 from surefoot.models.sample_layout import SampleLayout, samples_are
 from surefoot.models.sample_masks import SampleMask
-from tests.support.cuda_branches import flash_attention_2
+from tests.models.architectures import tiny_model
+from tests.support.cuda_branches import flash_attention_2, multiply, multiply_pairs
 
 LENGTHS = [9, 1, 14]
 CUDA = torch.device("cuda")
@@ -45,10 +46,40 @@ def test_grouped_products_have_one_kernel_on_every_gpu_with_bfloat16(
     assert grouped_gemm.select_kernel(torch.device("cpu"), torch.bfloat16, widths) is None
 
 
-def test_where_triton_does_not_run_groups_are_multiplied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    monkeypatch.setattr(grouped_gemm, "find_triton_failure", lambda _: "RuntimeError: Failed to find C compiler.")
-    assert grouped_gemm.select_kernel(CUDA, torch.bfloat16, (64, 64)) is None
+@pytest.mark.parametrize(("capability", "is_told"), [((8, 0), True), ((9, 0), False), ((7, 5), False)])
+def test_where_triton_does_not_run_groups_are_multiplied_one_by_one_and_the_run_says_so(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], is_told: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    for module in (grouped_gemm, experts):
+        monkeypatch.setattr(module, "find_triton_failure", lambda _: "RuntimeError: Failed to find C compiler.")
+    assert grouped_gemm.select_kernel(CUDA, torch.bfloat16, (64, 64)) == (None if capability[0] < 9 else "torch")
+    model = tiny_model("qwen3_moe")
+    notice = experts.describe_missing_kernel(model, CUDA, torch.bfloat16)
+    assert (notice is not None and "Failed to find C compiler" in notice) == is_told
+    assert experts.describe_missing_kernel(model, CUDA, torch.float32) is None
+
+
+def test_triton_is_tried_before_it_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = grouped_gemm.find_triton_failure.__wrapped__  # without its cache
+    device = torch.device("cpu")
+
+    def refuse(*_: object) -> Tensor:
+        raise RuntimeError("Failed to find C compiler.")
+
+    def fill_up(*_: object) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(triton_grouped_gemm, "multiply", multiply)
+    monkeypatch.setattr(triton_grouped_gemm, "multiply_pairs", multiply_pairs)
+    assert find(device) is None
+    monkeypatch.setattr(triton_grouped_gemm, "multiply", lambda *_: torch.zeros(1))
+    assert "sum up to 64.0, not 72" in find(device)
+    monkeypatch.setattr(triton_grouped_gemm, "multiply", refuse)
+    assert find(device) == "RuntimeError: Failed to find C compiler."
+    monkeypatch.setattr(triton_grouped_gemm, "multiply", fill_up)
+    with pytest.raises(torch.OutOfMemoryError):
+        find(device)
 
 
 @pytest.mark.parametrize("shares_heads", [False, True])

@@ -25,6 +25,7 @@ def test_a_folder_is_itself(model_folder: Callable[[str], Path]) -> None:
     ("content", "message"),
     [
         ({}, r"no config\.json"),
+        ({"summary.json": "{}", "events/1.jsonl": ""}, "a run that did not begin"),
         ({"config.json": "{"}, r"config\.json: .*JSON"),
         ({"config.json": "{}"}, "no model_type"),
         ({"config.json": '{"model_type": "llama"}'}, "no weights"),
@@ -32,6 +33,7 @@ def test_a_folder_is_itself(model_folder: Callable[[str], Path]) -> None:
 )
 def test_folders_that_are_no_models(tmp_path: Path, content: dict[str, str], message: str) -> None:
     for name, text in content.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     with pytest.raises(ModelError, match=rf"{message}.*run.yaml:3"):
         resolve_model(str(tmp_path), "run.yaml:3")

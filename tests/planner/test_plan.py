@@ -20,7 +20,7 @@ from surefoot.config import load_config
 from surefoot.diagnostics.monitor.event_log import read_history
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.errors import ConfigError, ModelError
-from surefoot.planner import traced_model
+from surefoot.planner import sizes, traced_model
 from surefoot.planner.command import plan
 from surefoot.planner.devices import DEVICES, Device
 from surefoot.planner.forecast import Forecast, forecast
@@ -218,6 +218,28 @@ def test_keys_and_values_are_those_of_a_real_cache(
         "they are the server's"
     )
     assert server.phases["sync"].host["weights that are written"] == 4 * server.sizes.whole.all_trained
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "layers"), [("qwen3_next", 16), ("falcon_h1", 12), ("gemma3_text", 12)])
+def test_layers_that_repeat_are_forecast_from_a_few(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, layers: int
+) -> None:
+    config = tiny_config(name)
+    config.num_hidden_layers = layers
+    if name != "falcon_h1":  # whose kinds follow from the number of layers
+        config.layer_types = (config.layer_types * layers)[:layers]
+    config.save_pretrained(tmp_path)
+    few = told(settings, model=str(tmp_path), target_modules="all")
+    assert few.sizes.layer_period is not None
+    assert few.sizes.layer_period < layers / 2
+    monkeypatch.setattr(sizes, "_find_period", lambda *_: None)
+    traced_model.sizes_of.cache_clear()
+    whole = told(settings, model=str(tmp_path), target_modules="all")
+    traced_model.sizes_of.cache_clear()
+    for phase, owners in whole.phases.items():
+        assert few.phases[phase].host == pytest.approx(owners.host, rel=1e-3, abs=4096)
+    assert few.step_s == pytest.approx(whole.step_s, rel=1e-2)
 
 
 @pytest.mark.long

@@ -100,9 +100,10 @@ def _map_axolotl(run: ParsedRun, name: str, value: Any) -> MappedSettings:
     if name == "lora_target_linear":
         if not value:
             return {}
-        module_names = _parse_target_modules(run.settings.get("lora_target_modules"))
-        return {"target_modules": ["all", *module_names] if module_names else "all"}
-    if name == "lora_target_modules" and run.settings.get("lora_target_linear"):
+        also = ("lora_target_modules", "lora_target_parameters")
+        names = [each for key in also for each in _parse_target_modules(run.settings.get(key)) or []]
+        return {"target_modules": ["all", *dict.fromkeys(names)] if names else "all"}
+    if name in ("lora_target_modules", "lora_target_parameters") and run.settings.get("lora_target_linear"):
         return {} if _parse_target_modules(value) is not None else None  # merged into the mapping of lora_target_linear
     if name == "datasets" or (name == "test_datasets" and value):
         entries = [map_axolotl_source(item) for item in check_entries(run, name, value)]
@@ -173,8 +174,6 @@ def _map_trained_modules(run: ParsedRun, name: str, value: Any) -> MappedSetting
         return {} if "model_name_or_path" in run.settings else {"model": value}
     if name == "adapters":
         return {"init_adapter": value[0] if isinstance(value, list) and value else value}
-    if name in TARGET_PARAMETERS and run.settings.get("lora_target_linear"):
-        return {}  # which has the experts too
     if name == "target_regex" or (name in TARGET_MODULES and run.settings.get("target_regex")):
         return {"target_modules": value} if name == "target_regex" and value else {}
     if name in (*TARGET_MODULES, *TARGET_PARAMETERS):

@@ -59,6 +59,8 @@ def choose_linear_targets(imported: ImportedRun) -> None:
     chosen = ["linear" if target == "all" else target for target in targets]
     origin = imported.settings["target_modules"][1]
     imported.settings["target_modules"] = (chosen[0] if len(chosen) == 1 else chosen, origin)
+    if any("experts" in target for target in chosen):  # named beside them
+        return
     imported.left_out["experts, among all linear layers"] = (
         f"with transformers 5 experts and routers are no linear layers, and {imported.program} adapts neither. With "
         "transformers 4 it adapts both: set target_modules: [all, router] for that"

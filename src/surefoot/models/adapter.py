@@ -23,14 +23,15 @@ from surefoot.config.documents import shorten
 from surefoot.errors import ModelError
 from surefoot.models.expert_layouts import GATED, Stack, expert_stacks
 from surefoot.models.hubs import MODELSCOPE
-from surefoot.models.lora import LoraSettings, adaptable_names, is_lora
+from surefoot.models.lora import LoraSettings, attachable_names, is_lora
 from surefoot.models.peft_layout import PeftLayout, join_pair, order_stacks, split_targets
 from surefoot.models.resolve_model import read_json_object
+from surefoot.models.routing import router_weight_owners
 from surefoot.models.safetensors_writer import tensor_file
 
 PREFIX = "base_model.model."
-BESIDE = ".base_layer.weight"
-"""Ending of the key of a weight that PEFT stores with its pair: that of an output layer or of embeddings."""
+WRAPPED = ".base_layer."
+"""Part of the keys of what a pair is beside: PEFT stores an output layer with its pair, and nests pairs of stacks."""
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 STACKS = (*GATED, "down_proj")
@@ -46,6 +47,9 @@ OTHER_KINDS = (
     "trainable_token_indices", "ensure_weight_tying", "megatron_config", "layers_pattern",
 )  # fmt: skip
 """PEFT settings that combine a pair of matrices in another way than plain LoRA, or choose other modules."""
+PATTERN = r"(.*\.)?({})$"
+"""How a pattern is compared with a name. Source: get_pattern_key in peft.utils.other."""
+RANK_NEEDED, ALPHA_NEEDED = "a whole number above 0", "a number"
 PATTERNS = ("rank_pattern", "alpha_pattern")
 """PEFT settings that give some modules a rank or an alpha of their own. PEFT sets them itself for stacks of experts."""
 SELECTIONS = ("exclude_modules", "layers_to_transform")
@@ -171,7 +175,9 @@ def read_adapter(
 def _check_can_be_continued(folder: Path, config: Mapping[str, Any], stored: Iterable[str]) -> None:
     """Raise ModelError for an adapter that is more than the low-rank pairs of one rank, which a run trains."""
     reasons = [f"{name}={config[name]!r} gives some modules their own" for name in PATTERNS if config.get(name)]
-    reasons += [f"it holds {PREFIX}{key}, the weight beside a pair" for key in stored if key.endswith(BESIDE)]
+    reasons += [
+        f"it holds {PREFIX}{key}, which a pair is beside" for key in stored if WRAPPED in key and not _is_of_pair(key)
+    ]
     if reasons:
         raise ModelError(
             f"init_adapter={folder}: {'; '.join(reasons)}, and a run trains pairs of one lora_rank and lora_alpha. "
@@ -227,19 +233,15 @@ def _check_types(config: Mapping[str, Any], path: Path) -> None:
     for name in ("target_modules", "target_parameters", "modules_to_save", "exclude_modules"):
         named = config.get(name)
         if name in ("target_modules", "exclude_modules") and isinstance(named, str):
-            _check_pattern(named, f"{path}: {name}")
+            _check_pattern(named, named, f"{path}: {name}")
         elif named is not None and not (isinstance(named, list) and all(isinstance(item, str) for item in named)):
             raise ModelError(f"{path}: {name}={shorten(named)}; a list of names is needed.")
-    for name, types in zip(PATTERNS, (int, int | float), strict=True):
+    for name, is_valid, needed in zip(PATTERNS, (_is_rank, _is_alpha), (RANK_NEEDED, ALPHA_NEEDED), strict=True):
         values = config.get(name) or {}
-        is_valid = isinstance(values, dict) and all(
-            not isinstance(value, bool) and isinstance(value, types) and 0 < value <= MOST_RANK
-            for value in values.values()
-        )
-        if not is_valid:
-            raise ModelError(f"{path}: {name}={shorten(values)}; a number above 0 for each pattern is needed.")
+        if not isinstance(values, dict) or not all(map(is_valid, values.values())):
+            raise ModelError(f"{path}: {name}={shorten(values)}; for each pattern {needed} is needed.")
         for pattern in values:
-            _check_pattern(pattern, f"{path}: {name}")
+            _check_pattern(pattern, PATTERN.format(pattern), f"{path}: {name}")
     layers = config.get("layers_to_transform")
     if layers is not None and any(
         type(layer) is not int for layer in (layers if isinstance(layers, list) else [layers])
@@ -248,18 +250,26 @@ def _check_types(config: Mapping[str, Any], path: Path) -> None:
             f"{path}: layers_to_transform={shorten(layers)}; a layer's number or a list of them is needed."
         )
     rank, alpha, rslora = config.get("r"), config.get("lora_alpha"), config.get("use_rslora", False)
-    if type(rank) is not int or not 1 <= rank <= MOST_RANK:
-        raise ModelError(f"{path}: r={shorten(rank)}; a whole number above 0 is needed.")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= MOST_ALPHA:
-        raise ModelError(f"{path}: lora_alpha={shorten(alpha)}; a number is needed.")
+    if not _is_rank(rank):
+        raise ModelError(f"{path}: r={shorten(rank)}; {RANK_NEEDED} is needed.")
+    if not _is_alpha(alpha):
+        raise ModelError(f"{path}: lora_alpha={shorten(alpha)}; {ALPHA_NEEDED} is needed.")
     if not isinstance(rslora, bool):
         raise ModelError(f"{path}: use_rslora={shorten(rslora)}; true or false is needed.")
 
 
-def _check_pattern(pattern: str, place: str) -> None:
+def _is_rank(value: object) -> bool:
+    return type(value) is int and 1 <= value <= MOST_RANK
+
+
+def _is_alpha(value: object) -> bool:
+    return type(value) in (int, float) and abs(value) <= MOST_ALPHA  # type: ignore[arg-type]
+
+
+def _check_pattern(pattern: str, as_used: str, place: str) -> None:
     try:
-        re.compile(pattern)
-    except (re.error, RecursionError) as error:
+        re.compile(as_used)
+    except (re.error, RecursionError, OverflowError) as error:
         raise ModelError(f"{place}: {shorten(pattern)} is no regular expression: {error}.") from error
 
 
@@ -340,13 +350,11 @@ class AdapterContents:
     low_rank: dict[str, LowRank]
     whole: dict[str, Tensor]
     """Parameters that were trained in full, and others that are stored in full."""
-    has_routers: bool
-    """Whether routers are among them."""
 
     def as_parameters(self, model: PreTrainedModel) -> "AdapterParameters":
         """Return the adapter as LoRA of one rank of a model, which is read for its names and shapes alone."""
         self._check_fits(model)
-        stacks, adaptable = dict(expert_stacks(model)), adaptable_names(model)
+        stacks, adaptable, routers = dict(expert_stacks(model)), attachable_names(model), router_weight_owners(model)
         pairs = {name.removesuffix(".weight"): pair for name, pair in self.low_rank.items()}
         updates = {f"{name}.weight": pair.multiply(None) for name, pair in pairs.items() if name not in adaptable}
         pairs = {name: pair for name, pair in pairs.items() if name in adaptable}
@@ -360,8 +368,8 @@ class AdapterContents:
             values[f"{start}_A"] = F.pad(pair.a, (0, 0, 0, missing))
             values[f"{start}_B"] = F.pad(b, (0, missing))
         modules, parameters = split_targets(model, pairs.keys() - stacks.keys(), pairs.keys() & stacks.keys())
-        targets = (*sorted(modules), *sorted(parameters), *(["router"] if self.has_routers else []))
-        settings = LoraSettings(rank, scaling * rank, targets=targets) if targets else None
+        in_full = ["router"] if any(name.rpartition(".")[0] in routers for name in self.whole) else []
+        settings = LoraSettings(rank, scaling * rank, targets=(*sorted(modules), *sorted(parameters), *in_full))
         return AdapterParameters(settings, values, updates)
 
     def _check_fits(self, model: PreTrainedModel) -> None:
@@ -385,12 +393,11 @@ class AdapterContents:
 class AdapterParameters:
     """An adapter as LoRA of one rank: smaller pairs have zeros beside them, those of another scaling another B."""
 
-    settings: LoraSettings | None
-    """None if it adapts nothing that LoRA can."""
+    settings: LoraSettings
     values: dict[str, Tensor]
     """Values of parameters, by name."""
     updates: dict[str, Tensor]
-    """Sums for weights that LoRA cannot adapt and PEFT can: those of routers."""
+    """What is added to weights that are adapted by PEFT and not here: those of routers and indexers, for example."""
 
     @torch.no_grad()
     def load_into(self, model: PreTrainedModel) -> None:
@@ -398,7 +405,8 @@ class AdapterParameters:
         for name, value in self.values.items():
             get_tensor(model, name).copy_(value)
         for name, update in self.updates.items():
-            get_tensor(model, name).add_(update)
+            weight = get_tensor(model, name)
+            weight.add_(update.to(weight))
 
 
 def read_contents(folder: Path, model: PreTrainedModel) -> AdapterContents:
@@ -429,7 +437,9 @@ def read_contents(folder: Path, model: PreTrainedModel) -> AdapterContents:
             owner, b = name.removesuffix(".lora_A.weight"), stored[name.replace(".lora_A.", ".lora_B.")]
             module = owner.replace(".base_layer", "")
             leaf = _find_stack(owner, find_leaves(module), config.get("target_parameters"))
-            rank, scaling = _read_strength(config, f"{module}.{leaf}" if leaf else module)
+            is_parameter = leaf is None and _is_named(f"{module}.weight", config.get("target_parameters"))
+            adapted = f"{module}.{leaf or 'weight'}" if leaf or is_parameter else module
+            rank, scaling = _read_strength(config, adapted)
             is_pair = a.dim() == b.dim() == 2 and min(*a.shape, *b.shape) > 0 and a.shape[0] == b.shape[1]
             if not is_pair or (a.shape[0] % rank if leaf else a.shape[0] != rank):
                 raise ModelError(
@@ -448,8 +458,12 @@ def read_contents(folder: Path, model: PreTrainedModel) -> AdapterContents:
                     *join_pair(a, b, rank, stack), stack.is_transposed, is_flat, scaling
                 )
         elif not name.endswith(".lora_B.weight"):
-            full_weights[name.replace(BESIDE, ".weight")] = a
-    return AdapterContents(low_rank, full_weights, has_routers=bool(config.get("modules_to_save")))
+            full_weights[name.replace(WRAPPED, ".")] = a
+    return AdapterContents(low_rank, full_weights)
+
+
+def _is_of_pair(key: str) -> bool:
+    return ".lora_" in key
 
 
 def _find_stack(owner: str, leaves: Iterable[str], target_parameters: Iterable[str] | None) -> str | None:
@@ -461,11 +475,11 @@ def _find_stack(owner: str, leaves: Iterable[str], target_parameters: Iterable[s
 
 
 def _read_strength(config: Mapping[str, Any], name: str) -> tuple[int, float]:
-    """Return the rank and the scaling of a module or a stack. Source: get_pattern_key in peft.utils.other."""
+    """Return the rank and the scaling of a module or a parameter."""
 
     def find(setting: str, default: Any) -> Any:
         patterns = (config.get(setting) or {}).items()
-        return next((value for key, value in patterns if re.match(rf"(.*\.)?({key})$", name)), default)
+        return next((value for key, value in patterns if re.match(PATTERN.format(key), name)), default)
 
     rank, alpha = find("rank_pattern", config["r"]), find("alpha_pattern", config["lora_alpha"])
     return rank, LoraSettings(rank, alpha, rslora=config.get("use_rslora", False)).scaling

@@ -155,8 +155,9 @@ def build_without_storage(
 def _keep_layers(text: PreTrainedConfig, count: int) -> None:
     text.num_hidden_layers = count
     for name in LAYER_KINDS:
-        if getattr(text, name, None):
-            setattr(text, name, getattr(text, name)[:count])
+        kinds = getattr(text, name, None)
+        if kinds and len(kinds) > count:  # others follow from the number of layers
+            setattr(text, name, kinds[:count])
 
 
 def build_model(

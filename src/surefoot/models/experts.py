@@ -28,7 +28,7 @@ from surefoot.errors import ModelError
 from surefoot.models.composed_experts import forward_copies, forward_sorted, forward_tokens
 from surefoot.models.expert_gates import ModuleGate, SwiGLU, select_gate
 from surefoot.models.expert_layouts import expert_stacks, layout_of
-from surefoot.models.grouped_gemm import Groups, find_triton_failure, select_kernel
+from surefoot.models.grouped_gemm import Groups, find_triton_failure, kernel_for
 from surefoot.models.grouped_projection import GroupedProjection, StackKind, StackTensors, computing_dtype
 from surefoot.models.kept_experts import compute_or_take
 from surefoot.models.quantization.base import format_of, stored_weight
@@ -65,14 +65,14 @@ def can_keep_outputs(model: PreTrainedModel) -> bool:
 
 def describe_missing_kernel(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why a GPU multiplies the experts of a model one after the other; None if it does not."""
-    if device.type != "cuda" or dtype != torch.bfloat16:
-        return None
     shapes = {(stack.out_features, stack.in_features) for _, stack in expert_stacks(model)}
-    if all(select_kernel(device, dtype, shape) is not None for shape in shapes):
+    if all(kernel_for(device, dtype, shape) != "triton" for shape in shapes):
+        return None
+    if (failure := find_triton_failure(device)) is None:
         return None
     return (
         "the experts of this model are multiplied one after the other, which takes several times as long: Triton "
-        f"compiles the kernel that multiplies all of them, and this failed ({find_triton_failure(device)}). Triton "
+        f"compiles the kernel that multiplies all of them, and this failed ({failure}). Triton "
         "comes with torch; it needs a compiler for C and Python's headers (`apt-get install gcc python3-dev`)"
     )
 

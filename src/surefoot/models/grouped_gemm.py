@@ -17,6 +17,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 
+from surefoot.system.allocators import is_out_of_memory
+
 FUSED_ON = (9, 10)
 """Major compute capabilities for which `grouped_mm` has a kernel: Hopper and data-centre Blackwell."""
 STRIDE_ELEMENTS = 8
@@ -106,12 +108,18 @@ def select_kernel(device: torch.device, dtype: torch.dtype, widths: Iterable[int
 
     There the host waits for the device once for all groups, and launches a product for each.
     """
+    kernel = kernel_for(device, dtype, widths)
+    return None if kernel == "triton" and find_triton_failure(device) is not None else kernel
+
+
+def kernel_for(device: torch.device, dtype: torch.dtype, widths: Iterable[int]) -> Kernel | None:
+    """Return the kernel that a device takes; None if there is none for it."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
     major, _ = torch.cuda.get_device_capability(device)
     if major in FUSED_ON and all(width % STRIDE_ELEMENTS == 0 for width in widths):
         return "torch"
-    return "triton" if major >= OLDEST_FOR_TRITON and find_triton_failure(device) is None else None
+    return "triton" if major >= OLDEST_FOR_TRITON else None
 
 
 @cache
@@ -121,11 +129,14 @@ def find_triton_failure(device: torch.device) -> str | None:
     rows = torch.ones(1, STRIDE_ELEMENTS, dtype=torch.bfloat16, device=device)
     groups = Groups((ids + 1), None, "triton")
     try:
-        grouped_linear(rows, rows[None], groups)
-        grouped_linear_dw(rows, rows, groups)
-    except Exception as error:  # noqa: BLE001 - Triton, compilers and drivers have no class of errors in common
+        sums = [grouped_linear(rows, rows[None], groups), grouped_linear_dw(rows, rows, groups)]
+        total = sum(float(product.sum()) for product in sums)  # waits for what fails later
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
         return f"{type(error).__name__}: {error}"
-    return None
+    wanted = rows.numel() + rows.numel() ** 2
+    return None if total == wanted else f"its products of ones sum up to {total}, not {wanted}"
 
 
 def grouped_linear(x: Tensor, weight: Tensor, groups: Groups, addends: Addends = NOTHING) -> Tensor:

@@ -158,6 +158,13 @@ def adaptable_names(model: PreTrainedModel) -> set[str]:
     return _linear_names(model) | dict(expert_stacks(model)).keys()
 
 
+def attachable_names(model: PreTrainedModel) -> set[str]:
+    """Return the names of the linear modules and stacks of experts of a model that can be given a low-rank pair."""
+    linears = _linear_names(model)
+    linears -= {*router_weight_owners(model), *_in_indexers(model, linears)}
+    return {name for name in linears if can_adopt(model.get_submodule(name))} | dict(expert_stacks(model)).keys()
+
+
 def _linear_names(model: PreTrainedModel) -> set[str]:
     return {name for name, module in model.named_modules() if isinstance(module, tuple(ADAPTED_CLASSES))}
 

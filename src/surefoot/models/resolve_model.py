@@ -138,6 +138,8 @@ def _describe_other_folder(folder: Path) -> str:
         if kind is not None:
             return f"it is the folder of a run. Its {kind} is {folder / kind}"
         return f"it is the folder of a run that has not ended. `surefoot export {folder} TARGET` writes what it has"
+    if (folder / "events").is_dir() and (folder / "summary.json").is_file():
+        return "it is the folder of a run that did not begin; its summary.json says why. Mend that, and train again"
     return (
         f"it has no config.json. It holds {sorted(path.name for path in folder.iterdir())[:5]}. Give the folder that "
         "save_pretrained wrote"

@@ -97,7 +97,7 @@ class Sizes:
     num_experts: int
     """Number of experts of the layer with the most; 0 for a dense model."""
     layer_period: int | None
-    """Number of layers after which their kinds repeat; None if layers have parameters of different shapes."""
+    """Number of layers after which their kinds and shapes repeat; None if they never do."""
     vocabulary: int
     num_heads: int
     """Number of attention heads of a layer; 0 for a model without attention."""
@@ -137,10 +137,9 @@ def count_sizes(built: BuiltModel) -> Sizes:
 
 def _find_period(layers: Sequence[nn.Module], kinds: Sequence[str]) -> int | None:
     """Return `Sizes.layer_period` of a decoder's layers and their kinds; empty `kinds` mean that all are of one."""
-    shapes = {tuple((name, parameter.shape) for name, parameter in layer.named_parameters()) for layer in layers}
-    if len(shapes) > 1:
-        return None
-    return next((period for period in range(1, len(kinds)) if kinds[period:] == kinds[:-period]), max(1, len(kinds)))
+    shapes = [tuple((name, parameter.shape) for name, parameter in layer.named_parameters()) for layer in layers]
+    described = list(zip(shapes, kinds or [""] * len(layers), strict=False))
+    return next((period for period in range(1, len(described)) if described[period:] == described[:-period]), None)
 
 
 def _count_cached_layers(text: PreTrainedConfig, num_layers: int) -> int:

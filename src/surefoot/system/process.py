@@ -65,6 +65,18 @@ def stop_signals() -> list[signal.Signals]:
     return [signal.SIGINT, signal.SIGTERM, *([] if is_ignored else [signal.SIGHUP])]
 
 
+def _ends_fork(process: int, number: int) -> bool:
+    """Return whether this process was forked from that of a handler, after ending it by the signal.
+
+    A worker of a library ends by a signal as it would without the handler.
+    """
+    if os.getpid() == process:
+        return False
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    return True
+
+
 class StopHandler:
     """Handler of stop signals of a program while no run handles them; it interrupts until the run is over."""
 
@@ -74,14 +86,10 @@ class StopHandler:
         self._process = os.getpid()
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
-        """Raise KeyboardInterrupt for each SIGINT, and for SIGTERM or SIGHUP only if nothing was interrupted before.
-
-        A forked process, such as a worker of a library, ends by the signal as it would without this program.
-        """
-        if os.getpid() != self._process:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        elif not self.is_over and (number == signal.SIGINT or not self._has_interrupted):
+        """Raise KeyboardInterrupt for each SIGINT, and for SIGTERM or SIGHUP only if nothing was interrupted before."""
+        if _ends_fork(self._process, number):
+            return
+        if not self.is_over and (number == signal.SIGINT or not self._has_interrupted):
             self._has_interrupted = True
             raise KeyboardInterrupt(signal.Signals(number).name)
 
@@ -110,6 +118,7 @@ class StopSignal:
         """Seconds of the last step; None before the end of the first one. A user who stops the run is told it."""
         self._deferred = False
         self._is_ending = False
+        self._process = os.getpid()
 
     @contextmanager
     def watching(self) -> Iterator["StopSignal"]:
@@ -137,6 +146,8 @@ class StopSignal:
         self._is_ending = True
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if _ends_fork(self._process, number):
+            return
         is_first, self.received = self.received is None, self.received or signal.Signals(number).name
         is_ctrl_c = number == signal.SIGINT
         if not is_first and (self._is_ending or not is_ctrl_c):

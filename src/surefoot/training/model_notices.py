@@ -8,6 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surefoot.config import RunConfig
 from surefoot.data.render import answer_ends
+from surefoot.data.turn_ends import WAITS_FOR_TOOL
 from surefoot.methods.base import TrainContext
 from surefoot.models.build import meta_model
 from surefoot.models.experts import describe_missing_kernel
@@ -46,8 +47,10 @@ def describe_model(
         yield EXPERTS_LEFT_OUT.format(", ".join(left_out))
     if lora is not None:
         yield from _describe_adapter(meta_model(base), lora.targets)
-    if unnamed := answer_ends(tokenizer, config.template_variables) - end_tokens(train_context.model, tokenizer):
-        yield UNNAMED_ENDS.format(", ".join(tokenizer.convert_ids_to_tokens(sorted(unnamed))))
+    unnamed = answer_ends(tokenizer, config.template_variables) - end_tokens(train_context.model, tokenizer)
+    names = tokenizer.convert_ids_to_tokens(sorted(unnamed))
+    if written := [name for name in names if name != WAITS_FOR_TOOL or name in str(tokenizer.chat_template)]:
+        yield UNNAMED_ENDS.format(", ".join(written))
     if config.enable_thinking is not None and "enable_thinking" not in str(tokenizer.chat_template):
         yield NO_SWITCH
     if train_context.objective.holds_all_logits:

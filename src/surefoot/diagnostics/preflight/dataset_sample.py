@@ -30,8 +30,8 @@ ROWS_PER_FILE, FILES_PER_SOURCE = 200, 8
 """Rows read of each file, and files read of each source: quick to read, and enough to show systematic errors."""
 ADDRESS = re.compile(r"(?!file:)\w+:", re.IGNORECASE)
 """Beginning of an image that is no file: an address, or base64."""
-MAX_IMAGES = 8
-"""Image files that are opened."""
+MAX_ROWS_OPENED = 4
+"""Rows whose image files are opened."""
 
 
 def first_rows(loaded: LoadedConfig) -> Check:
@@ -63,7 +63,7 @@ def _check_first_rows(loaded: LoadedConfig) -> Result:
     try:
         for source in sources:
             for place, folder_of_file, conversation in _read_first_rows(source):
-                if is_vision_model and sum(images) < MAX_IMAGES:
+                if is_vision_model and conversation.images and sum(map(bool, images)) < MAX_ROWS_OPENED:
                     _open_image_files(conversation, folder_of_file, run, place)
                 images.append(len(conversation.images))
                 if template is not None and (is_vision_model or not images[-1]):
@@ -140,7 +140,7 @@ def open_template(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ChatTem
 def _open_image_files(conversation: Conversation, folder: Path, run: RunConfig, place: str) -> None:
     """Open the images of a row that are files; nothing is downloaded. Raises: BadRow for one that cannot be read."""
     settings = ImageSettings("", 0, 0, 0, 0, 0, run.image_dir)
-    for source in conversation.images[:MAX_IMAGES]:
+    for source in conversation.images:
         if isinstance(source, str) and ADDRESS.match(source) is None:
             try:
                 find_picture(source, folder, settings)[1].close()

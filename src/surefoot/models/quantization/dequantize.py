@@ -251,7 +251,8 @@ class CompressedTensorsDequantizer(Dequantizer):
                 f"{weight.values.place}: its zero points ({weight.name}{ZERO_POINT}) are missing, and config.json says "
                 "that its numbers are not symmetric. Is the folder complete, its config.json its own?"
             )
-        if zeros is not None and zeros.shape != scales.shape:
+        is_single = zeros is not None and prod(zeros.shape) == prod(scales.shape) == 1
+        if zeros is not None and zeros.shape != scales.shape and not is_single:
             packed = (ceil(weight.shape[0] * args.num_bits / INT32_BITS), *scales.shape[1:])
             if zeros.dtype != "I32" or zeros.shape != packed:
                 raise ModelError(
