@@ -12,6 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from surefoot.data.conversation import BadRow, Conversation, Message
+from surefoot.data.oddities import Oddity
 from surefoot.data.render import answer_ends, tokenize_prompts
 from surefoot.data.renderer_source import RendererSource
 from surefoot.data.template import ChatTemplate
@@ -242,3 +243,10 @@ def test_the_documented_table_is_true(page: str) -> None:
         rows = [f"| {row} |".replace(" to ", " 至 ") for row in rows]
     text = (DOCS / page).read_text("utf-8")
     assert [row for row in rows if row not in text] == []
+
+
+def test_a_thought_in_the_content_is_noticed_where_thoughts_have_a_channel() -> None:
+    inside = Message("assistant", "<think>why</think>so")
+    for answer, is_odd in ((inside, True), (Message("assistant", "so", reasoning="why"), False)):
+        text = template_of("gpt-oss").render(Conversation((ASKED, answer)))
+        assert bool(text.oddities & Oddity.LOST_REASONING) == is_odd

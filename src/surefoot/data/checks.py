@@ -32,7 +32,7 @@ FLAG_FINDINGS: dict[Oddity, tuple[str, float, str, str]] = {
     ),
     Oddity.LOST_REASONING: (
         "SF509", 0.0, "the chat template does not write the reasoning of the last turn as a thought: it leaves it out, "
-        "or writes an empty thought before it",
+        "writes an empty thought before it, or takes it for the answer",
         "Move the thoughts from the content into reasoning_content, or the other way round: the template writes one of "
         "the two. If it writes neither, give another one with chat_template.",
     ),

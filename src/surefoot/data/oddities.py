@@ -26,7 +26,7 @@ class Oddity(IntFlag):
     LOOKALIKE = 8
     """Some text looks like a special token."""
     LOST_REASONING = 16
-    """The template omits the last turn's reasoning, or writes an empty thought before it."""
+    """The template omits the last turn's reasoning, writes an empty thought before it, or writes it as an answer."""
     DROPPED_REASONING = 32
     """The template shows that, but omits the reasoning of earlier turns whose answers may be trained."""
     EMPTY_ANSWER = 64
@@ -35,10 +35,13 @@ class Oddity(IntFlag):
     """The generation prompt begins a thought, and the last answer is trained without one."""
 
 
-def find_oddities(text: str, conversation: Conversation, *, is_trained: bool, opens_thoughts: bool) -> int:
+def find_oddities(
+    text: str, conversation: Conversation, *, is_trained: bool, opens_thoughts: bool, has_channel: bool = False
+) -> int:
     """Return the oddities of a rendered conversation that its messages show, as bits.
 
-    `opens_thoughts`: the generation prompt of its template begins a thought.
+    `opens_thoughts`: the generation prompt of its template begins a thought. `has_channel`: the template writes
+    thoughts between other words than <think>.
     """
     *context, last = conversation.messages
     answer = last.content.strip()
@@ -47,7 +50,8 @@ def find_oddities(text: str, conversation: Conversation, *, is_trained: bool, op
     oddities = 0
     if is_trained and len(answer) >= LEAKED_CHARACTERS and any(answer in message.content for message in context):
         oddities |= Oddity.ANSWER_IN_PROMPT
-    if any(_get_reasoning(message) not in text for message in newest) or _closes_thought_twice(text, conversation):
+    is_misplaced = (has_channel or _EMPTY_THOUGHT_FIRST.search(text) is not None) and _shows_tags(text, conversation)
+    if is_misplaced or any(_get_reasoning(message) not in text for message in newest):
         oddities |= Oddity.LOST_REASONING
     elif any(_get_reasoning(message) not in text for message in earlier if message.weight != 0):
         oddities |= Oddity.DROPPED_REASONING
@@ -65,10 +69,10 @@ def opens_thought(prompt: str) -> bool:
     return bool(thoughts) and "END" not in thoughts[-1][0] and not prompt[thoughts[-1].end() :].strip()
 
 
-def _closes_thought_twice(text: str, conversation: Conversation) -> bool:
-    """Return whether the template writes an empty thought before a thought that stands in the content of an answer."""
-    has_thought = any(message.role == "assistant" and "<think>" in message.content for message in conversation.messages)
-    return has_thought and _EMPTY_THOUGHT_FIRST.search(text) is not None
+def _shows_tags(text: str, conversation: Conversation) -> bool:
+    """Return whether the template writes the tags of a thought that stands in the content of an answer."""
+    answers = [message.content.strip() for message in conversation.messages if message.role == "assistant"]
+    return "<think>" in text and any("<think>" in answer for answer in answers)
 
 
 def _get_last_exchange(conversation: Conversation) -> Sequence[Message]:

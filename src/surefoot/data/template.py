@@ -150,6 +150,13 @@ class ChatTemplate:
     def _opens_thoughts(self) -> bool:
         return opens_thought(self._template.try_render(PLAIN_TURNS[:1], (), add_generation_prompt=True) or "")
 
+    @cached_property
+    def _has_channel(self) -> bool:
+        """Whether the template writes thoughts between other words than <think>, as gpt-oss's does."""
+        turns = (PLAIN_TURNS[0], replace(PLAIN_TURNS[1], reasoning="R1"))
+        text = self._template.try_render(turns, ()) or ""
+        return "R1" in text and "<think>" not in text
+
     def _check_context_shown(self, conversation: Conversation, text: str) -> None:
         """Raise BadRow unless the text contains the tools and the words of system, user and tools."""
         self._check_tools_shown(conversation, text)
@@ -215,6 +222,7 @@ class ChatTemplate:
             conversation,
             is_trained=bool(spans),
             opens_thoughts=conversation.kind == "chat" and self._opens_thoughts,
+            has_channel=conversation.kind == "chat" and self._has_channel,
         )
         if self._ends_twice(text, spans, conversation):
             oddities |= Oddity.ENDS_TWICE

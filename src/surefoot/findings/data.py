@@ -50,8 +50,8 @@ PAGES = {
     "SF509": Page(
         "reasoning is not shown by the chat template",
         "Rows have reasoning, but the template renders none of it, or (as Qwen3's) only that of the last turn, so that "
-        "earlier answers are trained as if there had been none; or it writes an empty thought before a thought in the "
-        "content (as Qwen3.8's), which is then trained as the answer.",
+        "earlier answers are trained as if there had been none; or it takes a thought in the content for the answer, "
+        "because it writes an empty thought before it (as Qwen3.8's) or has other words for thoughts (as gpt-oss's).",
         "Move the thoughts to where the template reads them: reasoning_content, or the content before </think>. A "
         "template that reads neither cannot show them: give another one. For earlier turns, set train_on: "
         "last_assistant or make a row of each turn.",

@@ -24,7 +24,7 @@ from surefoot.errors import ModelError
 from surefoot.models.expert_layouts import GATED, Stack, expert_stacks
 from surefoot.models.hubs import MODELSCOPE
 from surefoot.models.lora import LoraSettings, attachable_names, is_lora
-from surefoot.models.peft_layout import PeftLayout, join_pair, order_stacks, split_targets
+from surefoot.models.peft_layout import LORA, PeftLayout, join_pair, order_stacks, split_targets
 from surefoot.models.resolve_model import read_json_object
 from surefoot.models.routing import router_weight_owners
 from surefoot.models.safetensors_writer import tensor_file
@@ -176,7 +176,7 @@ def _check_can_be_continued(folder: Path, config: Mapping[str, Any], stored: Ite
     """Raise ModelError for an adapter that is more than the low-rank pairs of one rank, which a run trains."""
     reasons = [f"{name}={config[name]!r} gives some modules their own" for name in PATTERNS if config.get(name)]
     reasons += [
-        f"it holds {PREFIX}{key}, which a pair is beside" for key in stored if WRAPPED in key and not _is_of_pair(key)
+        f"it holds {PREFIX}{key}, which a pair is beside" for key in stored if WRAPPED in key and LORA not in key
     ]
     if reasons:
         raise ModelError(
@@ -347,6 +347,7 @@ class LowRank:
 class AdapterContents:
     """Contents of an adapter by the names of the model's parameters."""
 
+    folder: Path
     low_rank: dict[str, LowRank]
     whole: dict[str, Tensor]
     """Parameters that were trained in full, and others that are stored in full."""
@@ -384,7 +385,7 @@ class AdapterContents:
             if shape != part:
                 there = f"has shape {tuple(shape)} there" if shape is not None else "is not there"
                 raise ModelError(
-                    f"the adapter has a part of shape {tuple(part)} for {name}, which {there}. Is "
+                    f"{self.folder} has a part of shape {tuple(part)} for {name}, which {there}. Is "
                     f"{model.name_or_path} the base this adapter was trained on?"
                 )
 
@@ -459,11 +460,7 @@ def read_contents(folder: Path, model: PreTrainedModel) -> AdapterContents:
                 )
         elif not name.endswith(".lora_B.weight"):
             full_weights[name.replace(WRAPPED, ".")] = a
-    return AdapterContents(low_rank, full_weights)
-
-
-def _is_of_pair(key: str) -> bool:
-    return ".lora_" in key
+    return AdapterContents(folder, low_rank, full_weights)
 
 
 def _find_stack(owner: str, leaves: Iterable[str], target_parameters: Iterable[str] | None) -> str | None:

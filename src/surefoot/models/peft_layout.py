@@ -42,6 +42,7 @@ UNMERGEABLE = (
 )
 """Notice of a run whose adapter cannot be merged, with the two names of the first weight that is shared."""
 LORA = ".lora_"
+"""Part of the keys of low-rank pairs."""
 OUTERMOST = "down_proj"
 """The stack whose wrapper is outside those of the module's other stacks: modules define it last."""
 
