@@ -247,6 +247,7 @@ def test_the_documented_table_is_true(page: str) -> None:
 
 def test_a_thought_in_the_content_is_noticed_where_thoughts_have_a_channel() -> None:
     inside = Message("assistant", "<think>why</think>so")
-    for answer, is_odd in ((inside, True), (Message("assistant", "so", reasoning="why"), False)):
+    about = Message("assistant", "It begins with the tag <think>.")
+    for answer, is_odd in ((inside, True), (about, False), (Message("assistant", "so", reasoning="why"), False)):
         text = template_of("gpt-oss").render(Conversation((ASKED, answer)))
         assert bool(text.oddities & Oddity.LOST_REASONING) == is_odd

@@ -10,18 +10,16 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from torch import nn
-from torch._subclasses import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from surefoot.errors import ModelError
 from surefoot.inference.load import ModelFiles, load
-from surefoot.models.adapter import AdapterParameters, read_adapter
+from surefoot.models.adapter import read_adapter
 from surefoot.models.build import trainable_parameters
 from surefoot.models.export import merge_adapter
 from surefoot.models.generate import generating
 from surefoot.models.lora import LoraSettings
-from tests.models.architectures import tiny_model
+from tests.models.architectures import tiny_config, tiny_model
 from tests.support.adapters import logits_of, save, trained_model
 
 pytestmark = pytest.mark.slow
@@ -198,7 +196,9 @@ MADE_BY_PEFT: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 WHILE_PEFT_CREATES_IT = pytest.mark.filterwarnings(
-    "ignore:The following .*_pattern keys:RuntimeWarning", "ignore:Setting `save_embedding_layers`:UserWarning"
+    "ignore:The following .*_pattern keys:RuntimeWarning",
+    "ignore:Setting `save_embedding_layers`:UserWarning",
+    "ignore:Model has `tie_word_embeddings=True`:UserWarning",
 )
 
 
@@ -215,8 +215,8 @@ def test_adapters_that_peft_makes_are_opened_and_merged(
         base = model_folder(kind)
     peft = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, lora_alpha=12, **options))
     torch.manual_seed(5)
-    for name, parameter in peft.named_parameters():
-        if "lora_" in name:
+    for parameter in peft.parameters():
+        if parameter.requires_grad:
             parameter.data += 0.3 * torch.randn_like(parameter)
     wanted = logits_of(peft)
     peft.save_pretrained(tmp_path / "adapter")
@@ -227,16 +227,6 @@ def test_adapters_that_peft_makes_are_opened_and_merged(
     opened, _ = load(ModelFiles(base, tmp_path / "adapter", "it"))
     with generating(opened):
         torch.testing.assert_close(logits_of(opened), wanted, atol=1e-4, rtol=1e-4)
-
-
-def test_what_lora_cannot_adapt_is_added_on_the_device_of_the_model() -> None:
-    update = torch.ones(4, 4)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model = nn.Module()
-        model.weight = nn.Parameter(torch.empty(4, 4, device="cuda", dtype=torch.bfloat16))
-        parameters = AdapterParameters(LoraSettings(1, 1.0, targets=()), {}, {"weight": update})
-        parameters.load_into(model)  # type: ignore[arg-type]
-    assert (model.weight.device.type, model.weight.dtype) == ("cuda", torch.bfloat16)
 
 
 @WHILE_PEFT_CREATES_IT
@@ -253,6 +243,35 @@ def test_runs_continue_no_adapter_with_more_than_pairs_of_one_rank(
         shapes = {name: p.shape for name, p in trainable_parameters(built.model).items()}
         with pytest.raises(ModelError, match=f"{reason}.*export .* --merge"):
             read_adapter(tmp_path / str(number), shapes, settings, built.model)
+
+
+@WHILE_PEFT_CREATES_IT
+@pytest.mark.parametrize("saved", ["lm_head", "embed_tokens"])
+def test_a_shared_weight_that_was_trained_apart_is_refused(tokenizer: Any, tmp_path: Path, saved: str) -> None:
+    """PEFT unties it."""
+    base = tmp_path / "base"
+    config = tiny_config("llama", vocab_size=512)
+    config.tie_word_embeddings = True
+    AutoModelForCausalLM.from_config(config).save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    options = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=[saved])
+    peft = get_peft_model(AutoModelForCausalLM.from_pretrained(base), options)
+    for name, parameter in peft.named_parameters():
+        parameter.data += 0.1 * ("modules_to_save" in name)
+    peft.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ModelError, match="PEFT opens it"):
+        load(ModelFiles(base, tmp_path / "adapter", "it"))
+    with pytest.raises(ModelError, match="PEFT opens it"):
+        merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_pair_of_embeddings_is_refused(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    base = model_folder("qwen2")
+    peft = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules=["embed_tokens"]))
+    peft.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    with pytest.raises(ModelError, match="pair of embeddings"):
+        load(ModelFiles(base, tmp_path / "adapter", "it"))
 
 
 def test_an_adapter_of_another_base_is_not_opened(model_folder: Callable[[str], Path], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surefoot.errors import ModelError
-from surefoot.models.adapter import load_adapter_files, read_adapter, settings_of
+from surefoot.models.adapter import read_adapter, read_contents
 from surefoot.models.build import BuiltModel, build_model, trainable_parameters
 from surefoot.models.export import merge_adapter
 from surefoot.models.lora import LoraSettings, find_targets
@@ -38,7 +38,7 @@ def logits_of(model: nn.Module) -> Tensor:
 def assert_equal_logits(model: nn.Module, expected: Tensor) -> None:
     """Raise AssertionError unless a model's logits are `expected` but for the rounding of float32."""
     difference = (logits_of(model) - expected).abs().max() / expected.abs().max()
-    assert difference < 2e-5, difference
+    assert difference < 5e-5, difference
 
 
 def train(base: Path, targets: tuple[str, ...]) -> tuple[BuiltModel, LoraSettings, Tensor]:
@@ -101,7 +101,7 @@ def test_the_adapter_means_the_same_to_peft_and_in_a_merged_folder(name: str, tm
         values = read_adapter(adapter, shapes, settings, built.model)
         assert all(torch.equal(values[name], parameter) for name, parameter in parameters.items())
 
-        found = find_targets(original, settings_of(load_adapter_files(adapter)[0]).targets)
+        found = find_targets(original, read_contents(adapter, original).as_parameters(original).settings.targets)
         assert built.targets is not None
         assert (found.linears, found.experts) == (built.targets.linears, built.targets.experts)
 

@@ -70,9 +70,9 @@ def opens_thought(prompt: str) -> bool:
 
 
 def _shows_tags(text: str, conversation: Conversation) -> bool:
-    """Return whether the template writes the tags of a thought that stands in the content of an answer."""
+    """Return whether the template writes the tags of a thought with which the content of an answer begins."""
     answers = [message.content.strip() for message in conversation.messages if message.role == "assistant"]
-    return "<think>" in text and any("<think>" in answer for answer in answers)
+    return "<think>" in text and any(answer.startswith("<think>") for answer in answers)
 
 
 def _get_last_exchange(conversation: Conversation) -> Sequence[Message]:

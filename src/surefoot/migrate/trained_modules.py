@@ -1,5 +1,7 @@
 """Choice of the modules that an imported run trains: LoRA's targets, the vision tower, and routers."""
 
+import re
+
 from surefoot.errors import ConfigError
 from surefoot.migrate.field_map import as_list, parse_number
 from surefoot.migrate.imported_run import ImportedRun
@@ -8,6 +10,9 @@ from surefoot.migrate.model_kind import has_vision_tower, is_moe
 LORA_SETTINGS = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "use_rslora")
 TRAIN_TOWERS = frozenset({"TRL", "axolotl"})
 """Programs that train the vision tower of a model unless told otherwise, in full and as part of all linear layers."""
+
+EXPERTS = re.compile(r"\bexperts\b")
+"""Experts in a target: `shared_experts` are linear layers."""
 
 
 def choose_trained_modules(imported: ImportedRun) -> None:
@@ -59,7 +64,7 @@ def choose_linear_targets(imported: ImportedRun) -> None:
     chosen = ["linear" if target == "all" else target for target in targets]
     origin = imported.settings["target_modules"][1]
     imported.settings["target_modules"] = (chosen[0] if len(chosen) == 1 else chosen, origin)
-    if any("experts" in target for target in chosen):  # named beside them
+    if any(EXPERTS.search(target) for target in chosen):  # named beside them
         return
     imported.left_out["experts, among all linear layers"] = (
         f"with transformers 5 experts and routers are no linear layers, and {imported.program} adapts neither. With "
@@ -70,7 +75,7 @@ def choose_linear_targets(imported: ImportedRun) -> None:
 def leave_out_expert_dropout(imported: ImportedRun) -> None:
     """Leave out LoRA dropout if experts are adapted: as in PEFT, LoRA on stacked experts has no dropout."""
     targets = as_list(imported.get_value("target_modules", "all"))
-    if imported.get_value("lora_dropout") and any("experts" in str(target) for target in targets):
+    if imported.get_value("lora_dropout") and any(EXPERTS.search(str(target)) for target in targets):
         imported.leave_out("lora_dropout", "LoRA on experts has no dropout: they are computed as one grouped product")
 
 

@@ -31,7 +31,9 @@ from surefoot.models.safetensors_writer import tensor_file
 
 PREFIX = "base_model.model."
 WRAPPED = ".base_layer."
-"""Part of the keys of what a pair is beside: PEFT stores an output layer with its pair, and nests pairs of stacks."""
+"""Part of the keys of layers that PEFT stores with their pairs, such as output layers, and of nested pairs."""
+OF_EMBEDDINGS = ".lora_embedding_"
+"""Part of the keys of low-rank pairs of embeddings."""
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 STACKS = (*GATED, "down_proj")
@@ -176,12 +178,12 @@ def _check_can_be_continued(folder: Path, config: Mapping[str, Any], stored: Ite
     """Raise ModelError for an adapter that is more than the low-rank pairs of one rank, which a run trains."""
     reasons = [f"{name}={config[name]!r} gives some modules their own" for name in PATTERNS if config.get(name)]
     reasons += [
-        f"it holds {PREFIX}{key}, which a pair is beside" for key in stored if WRAPPED in key and LORA not in key
+        f"it holds {PREFIX}{key}, a whole layer beside its pair" for key in stored if WRAPPED in key and LORA not in key
     ]
     if reasons:
         raise ModelError(
-            f"init_adapter={folder}: {'; '.join(reasons)}, and a run trains pairs of one lora_rank and lora_alpha. "
-            f"`surefoot export {folder} MODEL --merge` writes a model that can be trained on."
+            f"init_adapter={folder}: {'; '.join(reasons)}. A run trains pairs of one lora_rank and lora_alpha, and "
+            f"nothing beside them. `surefoot export {folder} MODEL --merge` writes a model that can be trained on."
         )
 
 
@@ -226,6 +228,11 @@ def load_adapter_files(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]
 def _load_for_model(folder: Path, layout: PeftLayout) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the config and the tensors of an adapter, by the keys that they would have without PEFT's renaming."""
     config, stored = load_adapter_files(folder)
+    if key := next((key for key in stored if OF_EMBEDDINGS in key), None):
+        raise ModelError(
+            f"{folder}: {key} is a low-rank pair of embeddings, which cannot be read. PEFT's merge_and_unload writes "
+            "the adapter as a model."
+        )
     return config, {layout.read_key(key.removeprefix(PREFIX)): value for key, value in stored.items()}
 
 
@@ -356,9 +363,13 @@ class AdapterContents:
         """Return the adapter as LoRA of one rank of a model, which is read for its names and shapes alone."""
         self._check_fits(model)
         stacks, adaptable, routers = dict(expert_stacks(model)), attachable_names(model), router_weight_owners(model)
-        pairs = {name.removesuffix(".weight"): pair for name, pair in self.low_rank.items()}
-        updates = {f"{name}.weight": pair.multiply(None) for name, pair in pairs.items() if name not in adaptable}
-        pairs = {name: pair for name, pair in pairs.items() if name in adaptable}
+        pairs, updates = {}, {}
+        for name, pair in self.low_rank.items():
+            module = name if name in stacks else name.removesuffix(".weight")
+            if module in adaptable:
+                pairs[module] = pair
+            else:
+                updates[name] = pair.multiply(None)
         rank = max((pair.rank for pair in pairs.values()), default=1)
         scaling = next((pair.scaling for pair in pairs.values() if pair.scaling), 1.0)
         values = dict(self.whole)
@@ -403,11 +414,19 @@ class AdapterParameters:
     @torch.no_grad()
     def load_into(self, model: PreTrainedModel) -> None:
         """Load the adapter into a model that was built with its settings."""
+        ties: dict[str, str] = model.all_tied_weights_keys
         for name, value in self.values.items():
-            get_tensor(model, name).copy_(value)
+            weight = get_tensor(model, name)
+            if name in {*ties, *ties.values()} and not torch.equal(value.to(weight), weight):
+                raise ModelError(
+                    f"the adapter holds {name} in full, trained apart from the weight with which the model shares it. "
+                    "That cannot be opened here: PEFT opens it, and its merge_and_unload writes it as a model."
+                )
+            weight.copy_(value)
         for name, update in self.updates.items():
             weight = get_tensor(model, name)
-            weight.add_(update.to(weight))
+            total = weight.float()
+            weight.copy_(total + update.to(total))
 
 
 def read_contents(folder: Path, model: PreTrainedModel) -> AdapterContents:

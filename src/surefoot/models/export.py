@@ -179,6 +179,7 @@ class _Merger:
         full_weight = self._content.whole.get(place.parameters[0])
         if full_weight is not None and place.converter is None:
             self._check_shape(place.parameters[0], full_weight.shape, value.shape)
+            self._check_is_not_shared(place.parameters[0], full_weight, value)
             value = full_weight.to(value.dtype)
         if not any(name in self._content.low_rank for name in place.parameters):
             return value
@@ -204,6 +205,14 @@ class _Merger:
                 f"{tuple(weight)}. Nothing was written. Is it the base this adapter was trained on?"
             )
 
+    def _check_is_not_shared(self, parameter: str, whole: Tensor, weight: Tensor) -> None:
+        ties: dict[str, str] = self._layout.model.all_tied_weights_keys
+        if parameter in {*ties, *ties.values()} and not torch.equal(whole.to(weight), weight):
+            raise ModelError(
+                f"{self._folder} holds {parameter} in full, trained apart from the weight with which the base shares "
+                "it. Nothing was written. PEFT opens it, and its merge_and_unload writes it as a model."
+            )
+
     def check_complete(self, base: Path) -> None:
         """Raise ModelError if any part of the adapter was not merged."""
         complete = {
@@ -215,10 +224,11 @@ class _Merger:
         lost = sorted({*self._content.low_rank, *self._content.whole} - complete)
         ties: dict[str, str] = self._layout.model.all_tied_weights_keys
         if tied := next((name for name in lost if name in ties), None):
+            is_pair = tied in self._content.low_rank
             raise ModelError(
                 f"{self._folder}: {tied} and {ties[tied]} are one weight in {base}, which the adapter changes "
-                "differently in the two places, so it cannot be merged. Nothing was written. Use the adapter as it is: "
-                "PEFT, `surefoot chat` and `surefoot serve` open it."
+                "differently in the two places, so it cannot be merged. Nothing was written. "
+                f"{'PEFT, `surefoot chat` and `surefoot serve` open it' if is_pair else 'PEFT opens it'} as it is."
             )
         if lost:
             raise ModelError(

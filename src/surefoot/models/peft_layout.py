@@ -23,7 +23,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, g
 from transformers.core_model_loading import WeightRenaming, apply_renamings
 
 from surefoot.models.expert_layouts import Stack, expert_stacks
-from surefoot.models.lora import OF_MLPS, find_targets, is_lora, tower_names
+from surefoot.models.lora import GROUPS, OF_MLPS, find_targets, is_lora, tower_names
 
 OF_EXPERTS = OF_MLPS | {"gate"}
 """Names that PEFT reads as stacks of experts or routers, in models that have them, where modules are named.
@@ -69,13 +69,14 @@ def split_targets(
 def _shorten(adapted: Collection[str], names: Iterable[str], parts: int, in_full: Collection[str]) -> set[str]:
     """Return the last `parts` of each name where these mean only adapted ones among all `names`, else the full name.
 
-    Names in `in_full` are always given in full, as `lora.find_targets` reads them.
+    A name of a group of targets (`linear`, of Moshi's `q_proj.linear`) is never written. Names in `in_full` are always
+    given in full, as `lora.find_targets` reads them.
     """
 
     def ending(name: str) -> str:
         return ".".join(name.split(".")[-parts:])
 
-    unwanted = {ending(name) for name in names if name not in adapted}
+    unwanted = {*GROUPS, *(ending(name) for name in names if name not in adapted)}
     return {name if name in in_full or ending(name) in unwanted else ending(name) for name in adapted}
 
 

@@ -90,7 +90,7 @@ class Trace:
         return self._peak_moment[2]
 
     def with_layers(self, deeper: "Trace", num_layers: int, deeper_layers: int, target_layers: int) -> "Trace":
-        """Return the trace of `target_layers` equal layers, linear through this one (`num_layers`) and a deeper one."""
+        """Return the trace of `target_layers` layers, linear through this one (`num_layers`) and a deeper one."""
 
         def interpolate(a: int, b: int) -> int:
             return a + (b - a) * (target_layers - num_layers) // (deeper_layers - num_layers)

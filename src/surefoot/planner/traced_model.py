@@ -14,11 +14,11 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from surefoot.config.schema import Checkpointing
+from surefoot.config.schema import REGULAR_EXPRESSION, Checkpointing
 from surefoot.errors import ModelError, one_line
 from surefoot.methods.base import PlannedLoss
 from surefoot.models.build import BuiltModel, build_without_storage
-from surefoot.models.lora import LoraSettings
+from surefoot.models.lora import IN_LAYER, LoraSettings
 from surefoot.models.mixing_probe import OTHER_TYPES
 from surefoot.models.pretrained import BAD_CONFIG
 from surefoot.models.sample_masks import NeedsOwnAttentionError
@@ -28,8 +28,8 @@ from surefoot.planner.trace import ATTENTION, Trace, make_shaped_batch, trace_st
 from surefoot.planner.vision_tower import ImageBatch, add_images
 
 FEW_LAYERS = 2
-"""Least number of layers that are traced. A model with layers of equal shapes is extrapolated linearly from one period
-of their kinds, of so many layers at least, and two."""
+"""Least number of layers that are traced. A model whose layers repeat is extrapolated linearly from one period of their
+kinds and shapes, of so many layers at least, and two, both with the layers that are left over at the end."""
 
 
 @dataclass(frozen=True)
@@ -133,9 +133,13 @@ def trace_of(spec: ModelSpec, step: StepSpec, gradient_share: float, expert_para
             )
 
     sizes = sizes_of(spec)
-    if sizes.layer_period is None:
-        return trace_layers(None)
+    targets = spec.lora.targets if spec.lora is not None else ()
+    if sizes.layer_period is None or any(IN_LAYER.search(name) or REGULAR_EXPRESSION.search(name) for name in targets):
+        return trace_layers(None)  # targets may be in single layers
     few = sizes.layer_period * ceil(FEW_LAYERS / sizes.layer_period)
-    if sizes.num_layers <= 2 * few:
+    rest = sizes.num_layers % sizes.layer_period
+    if sizes.num_layers <= 2 * few + rest:
         return trace_layers(None)
-    return trace_layers(few).with_layers(trace_layers(2 * few), few, 2 * few, sizes.num_layers)
+    return trace_layers(few + rest).with_layers(
+        trace_layers(2 * few + rest), few + rest, 2 * few + rest, sizes.num_layers
+    )

@@ -66,11 +66,11 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def _ends_fork(process: int, number: int) -> bool:
-    """Return whether this process was forked from that of a handler, after ending it by the signal.
+    """Return whether SIGTERM ends this process, which was forked from that of a handler, after ending it.
 
-    A worker of a library ends by a signal as it would without the handler.
+    Libraries end their workers so. Other signals reach the whole group: its workers go on while the run does.
     """
-    if os.getpid() == process:
+    if os.getpid() == process or number != signal.SIGTERM:
         return False
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
