@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # a forgotten download fails at once
-os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, by any library; without a GPU it cannot do else
+os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported; without a GPU only its interpreter runs
 os.environ["SUREFOOT_SUPERVISED"] = "by no one"  # one more process for each run would double the time of many tests
 
 import hypothesis

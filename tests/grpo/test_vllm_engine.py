@@ -35,7 +35,7 @@ from surefoot.methods.grpo.engines.vllm_sync import AdapterSync, FullSync, Sync
 from surefoot.methods.grpo.routed_experts import decode_experts, encode_experts
 from surefoot.methods.grpo.setup import drift_check, open_server, reserve_server_memory
 from surefoot.methods.grpo.types import Request, Sampling
-from surefoot.models.adapter import WEIGHTS
+from surefoot.models.adapter_files import WEIGHTS
 from surefoot.models.build import build_model
 from surefoot.models.dtensor_blocks import gather_full
 from surefoot.models.lora import LoraSettings

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surefoot.errors import ModelError
-from surefoot.models.adapter import read_adapter, read_contents
+from surefoot.models.adapter import read_adapter
+from surefoot.models.adapter_contents import read_contents
 from surefoot.models.build import BuiltModel, build_model, trainable_parameters
 from surefoot.models.export import merge_adapter
 from surefoot.models.lora import LoraSettings, find_targets

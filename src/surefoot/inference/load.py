@@ -12,7 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surefoot.data.render import answer_ends
 from surefoot.errors import ModelError
-from surefoot.models.adapter import CONFIG, read_contents
+from surefoot.models.adapter_contents import read_contents
+from surefoot.models.adapter_files import CONFIG
 from surefoot.models.attention import own_implementation
 from surefoot.models.build import build_model, meta_model
 from surefoot.models.generate import end_tokens

@@ -16,7 +16,7 @@ import surefoot.data.model_processor as processors
 from surefoot.config.vllm_args import allowed_lora_rank
 from surefoot.errors import ConfigError
 from surefoot.inference.load import ModelFiles, load
-from surefoot.models.adapter import load_adapter_files
+from surefoot.models.adapter_files import load_adapter_files
 from surefoot.system.console import say
 from surefoot.system.loopback import loopback_variables
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 
 from surefoot.errors import ModelError
-from surefoot.models.adapter import read_contents
+from surefoot.models.adapter_contents import read_contents, refuse_shared
 from surefoot.models.build import load_config, meta_model
 from surefoot.models.checkpoint_weights import CheckpointWeights
 from surefoot.models.pretrained import drop_processor_templates
@@ -179,7 +179,7 @@ class _Merger:
         full_weight = self._content.whole.get(place.parameters[0])
         if full_weight is not None and place.converter is None:
             self._check_shape(place.parameters[0], full_weight.shape, value.shape)
-            self._check_is_not_shared(place.parameters[0], full_weight, value)
+            refuse_shared(self._folder, self._layout.model, place.parameters[0], full_weight, value)
             value = full_weight.to(value.dtype)
         if not any(name in self._content.low_rank for name in place.parameters):
             return value
@@ -203,14 +203,6 @@ class _Merger:
             raise ModelError(
                 f"{self._folder}: its part for {parameter} has shape {tuple(update)}, the base's weight "
                 f"{tuple(weight)}. Nothing was written. Is it the base this adapter was trained on?"
-            )
-
-    def _check_is_not_shared(self, parameter: str, whole: Tensor, weight: Tensor) -> None:
-        ties: dict[str, str] = self._layout.model.all_tied_weights_keys
-        if parameter in {*ties, *ties.values()} and not torch.equal(whole.to(weight), weight):
-            raise ModelError(
-                f"{self._folder} holds {parameter} in full, trained apart from the weight with which the base shares "
-                "it. Nothing was written. PEFT opens it, and its merge_and_unload writes it as a model."
             )
 
     def check_complete(self, base: Path) -> None:

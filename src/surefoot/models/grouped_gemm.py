@@ -27,7 +27,7 @@ OLDEST_FOR_TRITON = 8
 """Major compute capability from which Triton's kernels run: Ampere, the first with bfloat16."""
 
 Kernel = Literal["torch", "triton"]
-"""What computes the products of all groups at once."""
+"""Library whose kernel computes the products of all groups at once."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class LowRank(NamedTuple):
 
 
 class Addends(NamedTuple):
-    """What is added to a grouped product `y [S, out]`, by Triton before it is rounded."""
+    """The terms added to a grouped product `y [S, out]`; Triton adds them before it rounds."""
 
     bias: Tensor | None = None
     """Shape [E, out]."""
@@ -125,9 +125,8 @@ def kernel_for(device: torch.device, dtype: torch.dtype, widths: Iterable[int]) 
 @cache
 def find_triton_failure(device: torch.device) -> str | None:
     """Return why Triton's kernels do not run on a GPU, such as a missing compiler for C; None if they do."""
-    ids = torch.zeros(1, dtype=torch.int32, device=device)
     rows = torch.ones(1, STRIDE_ELEMENTS, dtype=torch.bfloat16, device=device)
-    groups = Groups((ids + 1), None, "triton")
+    groups = Groups(torch.ones(1, dtype=torch.int32, device=device), None, "triton")
     try:
         sums = [grouped_linear(rows, rows[None], groups), grouped_linear_dw(rows, rows, groups)]
         total = sum(float(product.sum()) for product in sums)  # waits for what fails later

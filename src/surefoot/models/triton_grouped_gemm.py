@@ -24,6 +24,21 @@ WARPS, STAGES = 4, 3
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _sum_products(  # type: ignore[no-untyped-def]
+    left, right, is_row, is_column, inner, left_inner, right_inner,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Return a tile [ROWS, COLUMNS] of a product over `inner`, from pointers to its rows [ROWS, 1] and columns."""
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, inner, STEP):
+        k = start + tl.arange(0, STEP)
+        a = tl.load(left + k[None, :] * left_inner, mask=is_row & (k < inner)[None, :], other=0.0)
+        b = tl.load(right + k[:, None] * right_inner, mask=is_column & (k < inner)[:, None], other=0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _multiply_kernel(  # type: ignore[no-untyped-def]
     x, matrices, y, offsets, bias, low, low_matrices, scale,
     num_groups, columns, inner, rank,
@@ -49,26 +64,16 @@ def _multiply_kernel(  # type: ignore[no-untyped-def]
     column = strip * COLUMNS + tl.arange(0, COLUMNS)
     is_row, is_column = (row < end)[:, None], (column < columns)[None, :]
     row, column, number = row.to(tl.int64)[:, None], column[None, :], group.to(tl.int64)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, inner, SUM):
-        k = start + tl.arange(0, SUM)
-        left_at = x + row * x_row + k[None, :] * x_inner
-        left = tl.load(left_at, mask=is_row & (k < inner)[None, :], other=0.0)
-        right_at = matrices + number * matrix_group + k[:, None] * matrix_inner + column * matrix_column
-        right = tl.load(right_at, mask=is_column & (k < inner)[:, None], other=0.0)
-        total = tl.dot(left, right, total, input_precision="ieee")
+    left, right = x + row * x_row, matrices + number * matrix_group + column * matrix_column
+    total = _sum_products(left, right, is_row, is_column, inner, x_inner, matrix_inner, ROWS, COLUMNS, SUM)
     if bias is not None:
         addend = tl.load(bias + number * bias_group + column * bias_column, mask=is_column, other=0.0)
         total += addend.to(tl.float32)
     if low is not None:
-        low_total = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for start in range(0, rank, RANK):
-            r = start + tl.arange(0, RANK)
-            left_at = low + row * low_row + r[None, :] * low_inner
-            left = tl.load(left_at, mask=is_row & (r < rank)[None, :], other=0.0)
-            right_at = low_matrices + number * low_group + r[:, None] * low_matrix_inner + column * low_column
-            right = tl.load(right_at, mask=is_column & (r < rank)[:, None], other=0.0)
-            low_total = tl.dot(left, right, low_total, input_precision="ieee")
+        left, right = low + row * low_row, low_matrices + number * low_group + column * low_column
+        low_total = _sum_products(
+            left, right, is_row, is_column, rank, low_inner, low_matrix_inner, ROWS, COLUMNS, RANK
+        )
         total += scale * low_total
     tl.store(y + row * columns + column, total.to(y.dtype.element_ty), mask=is_row & is_column)
 

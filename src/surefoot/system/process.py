@@ -65,10 +65,10 @@ def stop_signals() -> list[signal.Signals]:
     return [signal.SIGINT, signal.SIGTERM, *([] if is_ignored else [signal.SIGHUP])]
 
 
-def _ends_fork(process: int, number: int) -> bool:
-    """Return whether SIGTERM ends this process, which was forked from that of a handler, after ending it.
+def _end_if_forked(process: int, number: int) -> bool:
+    """End this process on SIGTERM if it was forked from that of a handler; return whether it was.
 
-    Libraries end their workers so. Other signals reach the whole group: its workers go on while the run does.
+    Libraries end their workers by SIGTERM. Other signals reach the whole group: its workers go on while the run does.
     """
     if os.getpid() == process or number != signal.SIGTERM:
         return False
@@ -87,7 +87,7 @@ class StopHandler:
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
         """Raise KeyboardInterrupt for each SIGINT, and for SIGTERM or SIGHUP only if nothing was interrupted before."""
-        if _ends_fork(self._process, number):
+        if _end_if_forked(self._process, number):
             return
         if not self.is_over and (number == signal.SIGINT or not self._has_interrupted):
             self._has_interrupted = True
@@ -146,7 +146,7 @@ class StopSignal:
         self._is_ending = True
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if _ends_fork(self._process, number):
+        if _end_if_forked(self._process, number):
             return
         is_first, self.received = self.received is None, self.received or signal.Signals(number).name
         is_ctrl_c = number == signal.SIGINT

@@ -11,14 +11,8 @@ from surefoot.data.render import answer_ends
 from surefoot.distributed.artifact import CARD
 from surefoot.errors import ConfigError, ModelError
 from surefoot.events import Emit, Notice
-from surefoot.models.adapter import (
-    CONFIG,
-    base_name,
-    load_adapter_files,
-    read_adapter,
-    tensors_beside,
-    write_adapter,
-)
+from surefoot.models.adapter import base_name, read_adapter, tensors_beside, write_adapter
+from surefoot.models.adapter_files import CONFIG, load_adapter_files
 from surefoot.models.build import load_tokenizer, meta_model, trainable_parameters
 from surefoot.models.dtensor_blocks import load_full
 from surefoot.models.export import in_layers, merge_adapter, name_ends, untrained_names, write_model

@@ -139,7 +139,9 @@ def open_template(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ChatTem
 
 def _open_image_files(conversation: Conversation, folder: Path, run: RunConfig, place: str) -> None:
     """Open the images of a row that are files; nothing is downloaded. Raises: BadRow for one that cannot be read."""
-    settings = ImageSettings("", 0, 0, 0, 0, 0, run.image_dir)
+    settings = ImageSettings(  # nothing is measured in tokens
+        token="", token_id=0, patch_size=0, merge_size=0, min_pixels=0, max_pixels=0, folder=run.image_dir
+    )
     for source in conversation.images:
         if isinstance(source, str) and ADDRESS.match(source) is None:
             try:

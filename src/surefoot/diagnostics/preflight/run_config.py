@@ -10,7 +10,7 @@ from surefoot.diagnostics.preflight.check import Check, NotApplicable, Result, f
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.errors import ConfigError, SurefootError
 from surefoot.methods.registry import method_of
-from surefoot.models.adapter import check_kind, load_adapter_files
+from surefoot.models.adapter_files import load_adapter_files
 from surefoot.models.build import load_config, load_tokenizer
 from surefoot.models.model_size import weights_of
 from surefoot.models.pretrained import check_generation_config
@@ -62,7 +62,7 @@ def _check_named_files(loaded: LoadedConfig) -> None:
     run = loaded.run
     check_sources(loaded)
     if run.init_adapter is not None:
-        check_kind(load_adapter_files(Path(run.init_adapter))[0])
+        load_adapter_files(Path(run.init_adapter))
     method_of(run).check_files(loaded)
     rollouts = vllm_settings(run)
     if rollouts is not None and rollouts.starts_server and shutil.which(rollouts.vllm_command) is None:

@@ -205,7 +205,8 @@ class CompressedTensorsDequantizer(Dequantizer):
                 f"{quantization.place}: its quantization_config has config_groups={shorten(groups)}, which says of no "
                 "layer how it is stored. Take the config.json of the model's release."
             )
-        if any("'actorder': 'group'" in str(group) for group in groups.values()):
+        weights = [group.get("weights") for group in groups.values() if isinstance(group, Mapping)]
+        if any(isinstance(args, Mapping) and args.get("actorder") == "group" for args in weights):
             self._raise_reordered(quantization.place)
         with self._raise_misfits(f"{quantization.place}: its quantization_config"):
             self._config = QuantizationConfig.model_validate(dict(quantization.settings))
