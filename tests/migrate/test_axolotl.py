@@ -129,6 +129,23 @@ def test_what_a_file_says_is_carried_or_listed(
     assert not run.unknown
 
 
+@pytest.mark.parametrize(
+    ("more", "targets", "has_notice"),
+    [
+        ("", "linear", True),
+        ("lora_target_modules: [shared_experts.down_proj]", ["linear", "shared_experts.down_proj"], True),
+        ("lora_target_parameters: [mlp.experts.down_proj]", ["linear", "mlp.experts.down_proj"], False),
+    ],
+)
+def test_experts_are_said_to_be_left_out_unless_they_are_named(
+    tmp_path: Path, more: str, targets: str | list[str], has_notice: bool
+) -> None:
+    text = "base_model: Qwen/Qwen3-30B-A3B\nadapter: lora\nlora_target_linear: true\n"
+    run = import_file(tmp_path / "run.yaml", f"{text}{more}\ndatasets: [{{path: rows.jsonl, type: chat_template}}]\n")
+    assert get_values(run)["target_modules"] == targets
+    assert ("experts, among all linear layers" in run.left_out) == has_notice
+
+
 @pytest.mark.parametrize("adapter", ["ia3", "dora"])
 def test_adapters_that_are_not_available_do_not_become_full_training(tmp_path: Path, adapter: str) -> None:
     text = f"base_model: a/b\nadapter: {adapter}\ndatasets: [{{path: rows.jsonl, type: chat_template}}]\n"

@@ -46,9 +46,9 @@ def test_grouped_products_have_one_kernel_on_every_gpu_with_bfloat16(
     assert grouped_gemm.select_kernel(torch.device("cpu"), torch.bfloat16, widths) is None
 
 
-@pytest.mark.parametrize(("capability", "is_told"), [((8, 0), True), ((9, 0), False), ((7, 5), False)])
+@pytest.mark.parametrize(("capability", "has_notice"), [((8, 0), True), ((9, 0), False), ((7, 5), False)])
 def test_where_triton_does_not_run_groups_are_multiplied_one_by_one_and_the_run_says_so(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], is_told: bool
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], has_notice: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     for module in (grouped_gemm, experts):
@@ -56,7 +56,7 @@ def test_where_triton_does_not_run_groups_are_multiplied_one_by_one_and_the_run_
     assert grouped_gemm.select_kernel(CUDA, torch.bfloat16, (64, 64)) == (None if capability[0] < 9 else "torch")
     model = tiny_model("qwen3_moe")
     notice = experts.describe_missing_kernel(model, CUDA, torch.bfloat16)
-    assert (notice is not None and "Failed to find C compiler" in notice) == is_told
+    assert (notice is not None and "Failed to find C compiler" in notice) == has_notice
     assert experts.describe_missing_kernel(model, CUDA, torch.float32) is None
 
 

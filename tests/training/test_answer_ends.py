@@ -11,12 +11,15 @@ from transformers import AutoTokenizer, GenerationConfig
 
 import surefoot
 from surefoot.data.render import answer_ends
+from surefoot.data.turn_ends import WAITS_FOR_TOOL
 from surefoot.methods.grpo import setup
 from surefoot.training.model_notices import NO_SWITCH, UNNAMED_ENDS
 from tests.support.grpo import EagerEngine
 from tests.support.models import CHATML
 
 OF_TEXTS, OF_TURNS = "<|endoftext|>", "<|im_end|>"
+ALL_ENDS = (OF_TEXTS, OF_TURNS, WAITS_FOR_TOOL)
+"""The last one is in the vocabulary, and no template here writes it."""
 
 
 @pytest.fixture
@@ -24,6 +27,7 @@ def base(model_folder: Callable[[str], Path], tmp_path: Path) -> Path:
     folder = shutil.copytree(model_folder("llama"), tmp_path / "base")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.eos_token = OF_TEXTS
+    tokenizer.add_special_tokens({"additional_special_tokens": [WAITS_FOR_TOOL]})
     tokenizer.save_pretrained(folder)
     GenerationConfig(eos_token_id=tokenizer.eos_token_id, bos_token_id=7).save_pretrained(folder)
     return folder
@@ -35,7 +39,7 @@ def ids(folder: Path, *tokens: str) -> list[int]:
 
 
 def test_both_tokens_end_answers(base: Path) -> None:
-    assert answer_ends(AutoTokenizer.from_pretrained(base)) == set(ids(base, OF_TEXTS, OF_TURNS))
+    assert answer_ends(AutoTokenizer.from_pretrained(base)) == set(ids(base, *ALL_ENDS))
 
 
 def test_a_template_that_cannot_be_rendered_ends_nothing(base: Path) -> None:
@@ -59,17 +63,17 @@ def test_a_model_that_is_written_names_the_end_of_its_answers(
     written = [surefoot.export(run, tmp_path / f"at-{step}", merge=is_lora, step=step) for step in (None, 1)]
     for folder in written:
         about = json.loads((folder / "generation_config.json").read_text())
-        assert about["eos_token_id"] == ids(base, OF_TEXTS, OF_TURNS)
+        assert about["eos_token_id"] == sorted(ids(base, *ALL_ENDS))
         assert about["bos_token_id"] == 7
     model, _ = surefoot.load(run)
-    assert set(model.generation_config.eos_token_id) == set(ids(base, OF_TEXTS, OF_TURNS))
+    assert set(model.generation_config.eos_token_id) == set(ids(base, *ALL_ENDS))
 
 
 def test_rollouts_end_where_answers_do(base: Path, grpo: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup, "LocalEngine", EagerEngine)
     EagerEngine.ends.clear()
     surefoot.train(grpo, model=str(base), max_steps=1, screen=False)
-    assert set(EagerEngine.ends) == {frozenset(ids(base, OF_TEXTS, OF_TURNS))}
+    assert set(EagerEngine.ends) == {frozenset(ids(base, *ALL_ENDS))}
 
 
 def test_a_merged_model_has_the_chat_template_of_its_training(
