@@ -340,7 +340,6 @@ def test_names_in_one_text_are_a_list(tmp_path: Path, text: str) -> None:
         ("max_samples: 10", "split: '[:1000]'"),
         ("quantization_bit: 4", "`surefoot plan`"),
         ("template: qwen", "chat_template"),
-        ("dataloader_num_workers: 4", "dataset_num_proc"),
         ("save_strategy: steps", "save_steps and logging_steps"),
     ],
 )

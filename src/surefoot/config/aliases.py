@@ -100,7 +100,6 @@ INSTEAD: dict[str, str] = {
     "template": "the model's own chat template is used; chat_template names another file",
     "max_samples": "write it as a split of the source: dataset: {path: ..., split: '[:1000]'}",
     "dataset_text_field": "name the column: columns: {text: NAME}",
-    "dataloader_num_workers": "samples are prepared by dataset_num_proc processes, and batches need none; drop it",
     "use_peft": "tuning: lora, which is the default; tuning: full trains all weights",
     "assistant_only_loss": "train_on: assistant, which is the default",
     **dict.fromkeys(["save_strategy", "logging_strategy"], "save_steps and logging_steps say when"),

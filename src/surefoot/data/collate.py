@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from surefoot.data.dataset import Dataset, Sample
-from surefoot.data.image_processor import PixelReader, Vision
+from surefoot.data.image_processor import PixelReader, Vision, send
 from surefoot.data.sampler import SampleKey
 
 
@@ -58,13 +58,10 @@ class MicroBatch:
         return float(self.num_trained if self.weights is None else self.weights.sum())
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """Return the batch with its tensors on `device`, copied without waiting where possible."""
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True)
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor | Vision)
-        }
-        return replace(self, **moved)
+        """Return the batch with its tensors on `device`; see `send`."""
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved: dict[str, Any] = {name: send(tensor, device) for name, tensor in tensors.items()}
+        return replace(self, **moved, vision=self.vision.to(device) if self.vision is not None else None)
 
 
 def collate(samples: Sequence[Sample], reader: PixelReader | None = None) -> MicroBatch:

@@ -1,18 +1,20 @@
 """Image reading: from the images of samples to the input of a vision tower, as the model's processor makes it."""
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from io import BytesIO
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image as Pillow
 from torch import Tensor
 from torch.nn import functional as F
 
+from surefoot.data.image_workers import ImageSource, ImageWorkers, read_pixels
 from surefoot.data.images import Image, ImageSettings, open_image
 from surefoot.data.model_processor import BLANK_SIDE, ModelProcessor
 from surefoot.errors import DataError
@@ -36,10 +38,15 @@ class Vision:
         pixels = self.tensors["pixel_values"]
         return pixels.shape[:-1].numel() if pixels.dim() < 4 else pixels.shape[:-3].numel()
 
-    def to(self, device: torch.device, *, non_blocking: bool = False) -> "Vision":
-        """Return the same input on `device`."""
-        moved = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.tensors.items()}
-        return replace(self, tensors=moved)
+    def to(self, device: torch.device) -> "Vision":
+        """Return the same input on `device`; see `send`."""
+        return replace(self, tensors={name: send(tensor, device) for name, tensor in self.tensors.items()})
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on `device`. To a GPU it goes through pinned memory, so the host does not wait for the copy."""
+    is_copied = device.type == "cuda" and tensor.device.type == "cpu"
+    return (tensor.pin_memory() if is_copied else tensor).to(device, non_blocking=True)
 
 
 class PixelReader:
@@ -48,7 +55,39 @@ class PixelReader:
     def __init__(self, processor: ModelProcessor, settings: ImageSettings) -> None:
         self.settings = settings
         self._processor = processor
+        self._dtype = torch.float32
         self._cached: OrderedDict[tuple[Image, ...], dict[str, Tensor]] = OrderedDict()
+        self._start_workers: Callable[[], ImageWorkers] | None = None
+        self._workers: ImageWorkers | None = None
+        self._ahead: dict[tuple[Image, ...], Future[dict[str, Tensor]]] = {}
+
+    def use_workers(self, folder: Path, dtype: torch.dtype, count: int) -> None:
+        """Read images in `dtype` from now on, in `count` processes, which start with the first image.
+
+        `folder`: that of the model. With 0 processes, `read` does it.
+        """
+        self._dtype = dtype
+        self._cached.clear()
+        if count:
+            source = ImageSource(str(folder), self.settings, str(dtype).removeprefix("torch."))
+            self._start_workers = partial(ImageWorkers, source, count)
+
+    def read_ahead(self, samples: Iterable[Sequence[Image]]) -> None:
+        """Let the workers begin to read the images of samples that `read` will ask for. Without workers, do nothing."""
+        if self._start_workers is None:
+            return
+        for images in map(tuple, samples):
+            if images and images not in self._cached and images not in self._ahead:
+                self._workers = self._workers or self._start_workers()
+                self._ahead[images] = self._workers.submit(images)
+
+    def end_workers(self) -> None:
+        """End the workers, if there are any."""
+        self._start_workers = None
+        if self._workers is not None:
+            self._workers.end()
+            self._workers = None
+            self._ahead.clear()
 
     def read(self, samples: Sequence[tuple[str, Sequence[Image]]]) -> Vision:
         """Return the tensors of all images of `samples`, (place, images) each, in order; without images, a blank one.
@@ -56,6 +95,7 @@ class PixelReader:
         Thus every forward runs the vision tower: ranks that share it never wait for a rank whose rows are all text.
         Raises: DataError if an image is missing, broken or changed, with the place of its row.
         """
+        self.read_ahead(images for _, images in samples)
         parts: list[dict[str, Tensor]] = []
         num_images = 0
         for place, images in samples:
@@ -101,17 +141,12 @@ class PixelReader:
         return self._processor.blank(BLANK_SIDE if self.settings.processor is not None else self.settings.cell)
 
     def _load_tensors(self, images: tuple[Image, ...]) -> dict[str, Tensor]:
-        """Return the tensors of a sample's images, from the cache of the most recently used ones if possible."""
-        tensors = self._cached.pop(images, None)
-        if tensors is None:
-            pictures: list[Pillow.Image] = []
-            try:
-                for image in images:
-                    pictures.append(open_image(image, self.settings))
-                tensors, _ = self._processor.process(pictures, do_resize=self.settings.processor is not None)
-            finally:
-                for picture in pictures:
-                    picture.close()
+        """Return the tensors of a sample's images: read ahead, or from the cache of the most recently used ones."""
+        tensors, ahead = self._cached.pop(images, None), self._ahead.pop(images, None)
+        if tensors is None and ahead is not None:
+            tensors = ahead.result()
+        elif tensors is None:
+            tensors = read_pixels(images, self._processor, self.settings, self._dtype)
         self._cached[images] = tensors
         while len(self._cached) > 1 and sum(map(_count_bytes, self._cached.values())) > TENSOR_CACHE_BYTES:
             self._cached.popitem(last=False)

@@ -4,10 +4,7 @@ Errors name the row, the file or the worker. Small files are prepared in this pr
 """
 
 import json
-import os
 import selectors
-import signal
-import subprocess
 import threading
 import time
 from collections import deque
@@ -27,8 +24,8 @@ from surefoot.data.template_process import TEMPLATE_PROCESS
 from surefoot.errors import DataError, SurefootError
 from surefoot.system.compute_limits import STUCK_SIGNAL
 from surefoot.system.console import format_time_left
+from surefoot.system.forked_workers import ForkedWorkers
 from surefoot.system.line_pipe import LinePipe
-from surefoot.system.process import PYTHON
 
 SMALL_BYTES = 1 << 20
 """Total file size below which preparing is faster than starting workers."""
@@ -39,8 +36,6 @@ CHUNK_DEADLINE_S = 600.0
 POLL_S = 0.05
 WAIT_S = 0.5
 GROWTH_EVERY_S = 1.0
-STATUS_WITHIN_S = 5.0
-"""Seconds until the exit status of a worker that has ended must be known."""
 
 
 @dataclass(frozen=True)
@@ -281,34 +276,13 @@ class _WorkerPool:
         self._count = count
 
     def __enter__(self) -> "_WorkerPool":
-        pipes = [(os.pipe(), os.pipe()) for _ in range(self._count)]
-        self._workers = [_Worker(LinePipe(answers[0], jobs[1])) for jobs, answers in pipes]
-        inherited = [(jobs[0], answers[1]) for jobs, answers in pipes]
-        self._loader = subprocess.Popen(
-            [*PYTHON, "-m", "surefoot.data.prepare_worker", *(f"{jobs},{answers}" for jobs, answers in inherited)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=[*chain(*inherited)],
-            env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"},
-            start_new_session=True,  # this process handles interrupts from the keyboard
-        )
-        for descriptor in chain(*inherited):
-            os.close(descriptor)
-        self._loader_pipe = LinePipe.to_process(self._loader)
-        with suppress(BrokenPipeError):  # the wait for answers detects and reports its end
-            self._loader_pipe.send(json.dumps(asdict(self._source)).encode())
+        self._processes = ForkedWorkers("surefoot.data.prepare_worker", asdict(self._source), self._count)
+        self._workers = [_Worker(pipe) for pipe in self._processes.pipes]
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._loader.pid, signal.SIGKILL)
-        self._loader.wait(timeout=30)
-        for worker in self._workers:
-            worker.pipe.close()
-        for pipe in (self._loader.stdin, self._loader.stdout):
-            if pipe is not None:
-                with suppress(BrokenPipeError):
-                    pipe.close()
+        self._processes.kill()
+        self._processes.close()
 
     def run(self, waiting: Iterator[_Job], stopping: threading.Event) -> Iterator[_Job]:
         """Deal out the jobs; yield each when it is done."""
@@ -334,7 +308,7 @@ class _WorkerPool:
         try:
             return [json.loads(line) for line in worker.pipe.receive_available()]
         except EOFError:
-            status = self._find_exit_status(number)
+            status = self._processes.find_exit_status(number)
         how = f"was killed by signal {-status}" if status and status < 0 else f"ended with status {status}"
         advice = "start again, with fewer dataset_num_proc if memory is short" if status == -9 else "start again"
         if not worker.jobs:
@@ -358,16 +332,6 @@ class _WorkerPool:
         message = {"recipe": asdict(job.file.recipe), "chunk": asdict(job.chunk)}
         with suppress(BrokenPipeError):  # the wait for answers detects and reports its end
             worker.pipe.send(json.dumps(message, default=str).encode())
-
-    def _find_exit_status(self, number: int) -> int | None:
-        """Return the exit status of a worker as reported by its parent process, or that process's own."""
-        deadline = time.monotonic() + STATUS_WITHIN_S
-        with suppress(TimeoutError, EOFError):
-            while True:
-                report = json.loads(self._loader_pipe.receive(deadline))
-                if report["worker"] == number:
-                    return int(report["status"])
-        return self._loader.poll()
 
     def _check_deadlines(self) -> None:
         for job in (worker.jobs[0] for worker in self._workers if worker.jobs):

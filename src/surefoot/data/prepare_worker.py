@@ -2,19 +2,11 @@
 
     python -m surefoot.data.prepare_worker JOBS,ANSWERS [JOBS,ANSWERS ...]
 
-loads the tokenizer once, then forks a worker for each pair of open file descriptors; the workers share its memory. A
-worker reads jobs, one JSON object a line, writes the shards itself, and answers each job with a line. It ends when the
-jobs end, so it never outlives the process that started it. No torch is imported here, unless the processor of a model
-must measure images; it is then loaded before the fork. Nothing runs in threads.
+is started by `ForkedWorkers`. A worker writes the shards itself. No torch is imported here, unless the processor of a
+model must measure images; it is then loaded before the fork. Nothing runs in threads.
 """
 
-import ctypes
-import gc
-import json
-import os
-import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +24,7 @@ from surefoot.data.template import Text
 from surefoot.data.template_process import TEMPLATE_PROCESS
 from surefoot.data.template_source import TemplateSource
 from surefoot.errors import DataError, SurefootError
-from surefoot.system.line_pipe import LinePipe
+from surefoot.system.forked_workers import Answer, fork_workers
 
 BATCH_ROWS = 512
 BATCH_CHARACTERS = 1 << 18
@@ -100,37 +92,14 @@ def _parse_source(values: Mapping[str, Any]) -> RendererSource:
 
 
 def main() -> None:
-    """Load the tokenizer, fork the workers, and report the exit status of those that failed."""
-    pairs = [(int(jobs), int(answers)) for jobs, answers in (pair.split(",") for pair in sys.argv[1:])]
-    preparer = Preparer(_parse_source(json.loads(sys.stdin.readline())))
-    _free_memory()
-    workers: dict[int, int] = {}
-    for number, (jobs, answers) in enumerate(pairs):
-        process = os.fork()
-        if process == 0:
-            for descriptor in {descriptor for pair in pairs[number:] for descriptor in pair} - {jobs, answers}:
-                os.close(descriptor)
-            TEMPLATE_PROCESS.is_worker = True
-            with suppress(BrokenPipeError):  # the parent has ended
-                LinePipe(jobs, answers).answer_requests(partial(_run_job, preparer))
-            os._exit(0)
-        os.close(jobs)
-        os.close(answers)
-        workers[process] = number
-    while workers:
-        process, status = os.wait()
-        number = workers.pop(process)
-        if status:
-            with suppress(BrokenPipeError):
-                print(json.dumps({"worker": number, "status": os.waitstatus_to_exitcode(status)}), flush=True)
+    """Load the tokenizer and work; see `fork_workers`."""
+    fork_workers(_load)
 
 
-def _free_memory() -> None:
-    """Free memory before forking: loading a tokenizer takes twice the memory that it needs afterwards."""
-    gc.collect()
-    gc.freeze()  # collections in the workers would touch, and so copy, shared memory
-    with suppress(OSError, AttributeError):  # no GNU C library
-        ctypes.CDLL(None).malloc_trim(0)
+def _load(setup: Mapping[str, Any]) -> Answer:
+    preparer = Preparer(_parse_source(setup))
+    TEMPLATE_PROCESS.is_worker = True
+    return partial(_run_job, preparer)
 
 
 def _run_job(preparer: Preparer, job: Mapping[str, Any]) -> dict[str, Any]:

@@ -72,6 +72,10 @@ class World:
             json.loads(text_bytes[: int(size)].numpy().tobytes()) for text_bytes, size in zip(texts, sizes, strict=True)
         ]
 
+    def count_local_ranks(self) -> int:
+        """Return the largest number of ranks on one machine. Collective."""
+        return int(max(self.gather(self.local_rank))) + 1
+
     def barrier(self) -> None:
         """Wait until all ranks reach the barrier."""
         if self.size > 1:

@@ -122,8 +122,10 @@ class RunData:
             self._emit_counts()
 
     def stop(self) -> None:
-        """Stop the workers that still prepare."""
+        """Stop the workers that still prepare, and those that read images."""
         self.train.preparation.stop()
+        if self.reader is not None:
+            self.reader.end_workers()
 
     def batches(self, position: Position) -> tuple[StepBatch, list[MicroBatch]]:
         """Return the step that begins at a position of the order, and this rank's micro-batches.
@@ -135,9 +137,19 @@ class RunData:
             self.check_prepared()
             step = self.order.step(position)
             part = self.layout.data_rank, self.layout.data_size
-            return step, list(micro_batches(step.sequences, self.train, self._rows_each, *part, self.reader))
+            self._read_images_ahead(step)
+            batches = list(micro_batches(step.sequences, self.train, self._rows_each, *part, self.reader))
+            if self.train.preparation.is_complete:  # else the next step may have to wait for its rows
+                self._read_images_ahead(self.order.step(step.next_position))
+            return step, batches
 
         return self._read_batches(read_step)
+
+    def _read_images_ahead(self, step: StepBatch) -> None:
+        """Let the workers begin with the images of this rank's part of a step."""
+        if self.reader is not None:
+            rows = step.sequences[self.layout.data_rank :: self.layout.data_size]
+            self.reader.read_ahead(self.train.sample(*key).images for row in rows for key in row)
 
     def check_prepared(self) -> None:
         """Check the rows prepared so far. Raises: DataError, on this rank alone."""

@@ -34,6 +34,12 @@ def vision_tower(model: PreTrainedModel) -> tuple[str, nn.Module] | None:
     return next((name, module) for name, module in model.named_modules() if module is tower)
 
 
+def tower_dtype(model: PreTrainedModel) -> torch.dtype:
+    """Return the type of the weights of a model's vision tower."""
+    weight: Tensor = next(model.get_encoder(modality="image").parameters())
+    return weight.dtype
+
+
 def vision_parts(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return the modules beside the language model that make vectors of images, by name: tower and projector."""
     return {name: module for name, module in _parts_beside_text(model).items() if not _is_audio(name)}
@@ -150,7 +156,7 @@ def embed_images(
 
 def _image_features(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Any:
     """Return the tower's output. Pixels of a smaller type than its weights are widened: Llama 4's are in bfloat16."""
-    dtype = next(model.get_encoder(modality="image").parameters()).dtype
+    dtype = tower_dtype(model)
     widened = {
         name: tensor.to(torch.promote_types(tensor.dtype, dtype)) if tensor.is_floating_point() else tensor
         for name, tensor in tensors.items()

@@ -26,7 +26,7 @@ def choose_auto(
     chooses, by the memory of its device. Raises: ModelError on all ranks.
     """
     run = loaded.run
-    ranks_here = max(ranks.gather(ranks.local_rank)) + 1
+    ranks_here = ranks.count_local_ranks()
 
     def choose() -> dict[str, Any]:
         saved = read_manifest(checkpoint)["config"] if checkpoint is not None else {}

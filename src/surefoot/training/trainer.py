@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from surefoot.config import LoadedConfig, MayDiffer, RunConfig, as_yaml, changed_fields
 from surefoot.config.resolve import device_type, resolve
 from surefoot.data.build_dataset import check_sources
+from surefoot.data.image_workers import count_workers
 from surefoot.distributed.artifact import write_trained_adapter, write_trained_model
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.distributed.process_group import World, gpu_of, init_distributed
@@ -27,6 +28,7 @@ from surefoot.models.decoder_layers import decoder_layers
 from surefoot.models.lora import lora_settings
 from surefoot.models.pretrained import is_image_text_model
 from surefoot.models.resolve_model import fingerprint, resolve_model
+from surefoot.models.vision import tower_dtype
 from surefoot.system.atomic_io import write_json, write_text
 from surefoot.system.process import StopSignal, launcher_number
 from surefoot.training.async_checkpoint import Saver
@@ -330,8 +332,11 @@ def _load_train_context(
     if step_times_s:
         run.emit(Notice(describe_choice(config, step_times_s)))
     train_context = build_train_context(config, base, ranks, device, sharding_of(config, ranks, device))
-    if opened.data.reader is not None:
-        check_images(train_context, opened.data.reader, run.loaded.where("model"))
+    reader = opened.data.reader
+    if reader is not None:
+        check_images(train_context, reader, run.loaded.where("model"))
+        num_workers = count_workers(config.dataloader_num_workers, device, ranks.count_local_ranks())
+        reader.use_workers(base, tower_dtype(train_context.model), num_workers)
     train_context = replace(train_context, phase=run.phases)
     for text in describe_model(train_context, config, base, tokenizer):
         run.emit(Notice(text))

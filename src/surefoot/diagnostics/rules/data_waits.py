@@ -18,8 +18,10 @@ CAUSES: dict[Activity, str] = {
     "nothing": "neither it nor a process of its own computes or reads: it waits for a server or a lock",
 }
 OWN_FIXES: dict[Activity, str] = {
-    "workers": "Raise dataset_num_proc, up to the number of cores. Later runs with the same data read the cache.",
-    "own process": "Lower max_pixels, or store smaller images: they are decoded between the steps.",
+    "workers": "Raise dataset_num_proc (dataloader_num_workers for images), up to the number of cores. Later runs with "
+    "the same data read the cache.",
+    "own process": "Set dataloader_num_workers to 4, for example, which reads images ahead of the step. Or lower "
+    "max_pixels.",
     "storage": "Copy the data to a local disk, and set SUREFOOT_CACHE to a folder on one.",
 }
 """Remedies in a run of `surefoot train`."""
