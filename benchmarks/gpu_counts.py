@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 from tests.support.batches import batch
-from tests.support.cuda_branches import AMPERE, HOPPER, count_waits, cuda_branches, is_counting
+from tests.support.cuda_branches import AMPERE, HOPPER, count_waits, cuda_branches, is_counting, two_devices
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,6 +43,8 @@ HERE = Path(__file__).parent
 TURING = (7, 5)
 IMAGES = torch.tensor([[1, 48, 64]] * 8)
 """Frames, height and width in patches: eight images of 768 tokens."""
+SMALL_IMAGES = torch.tensor([[1, 16, 16]] * 8)
+"""Smaller ones, for which the host waits as often."""
 TEXT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": 200, "eos_token_id": 1}  # fmt: skip
 TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32}
@@ -63,27 +65,44 @@ def qwen3_vl() -> PreTrainedModel:
 
 def count_attention_calls(model: PreTrainedModel) -> tuple[int, Tensor]:
     """Return the number of calls of torch's attention for the images, and their vectors."""
-    config, calls, attend = model.config.vision_config, Counter[str](), F.scaled_dot_product_attention
-    size = config.in_channels * config.temporal_patch_size * config.patch_size**2
-    pixels = torch.randn(int(IMAGES.prod(1).sum()), size, generator=torch.Generator().manual_seed(0))
+    calls, attend = Counter[str](), F.scaled_dot_product_attention
 
     def count(*arguments: Any, **options: Any) -> Tensor:
         calls["attention"] += 1
         return attend(*arguments, **options)
 
     with torch.no_grad(), patch.object(F, "scaled_dot_product_attention", count):
-        features = model.eval().base_model.get_image_features(pixels, IMAGES, return_dict=True)
+        features = model.eval().base_model.get_image_features(pixels_of(model, IMAGES), IMAGES, return_dict=True)
     return calls["attention"], torch.cat(list(features.pooler_output))
+
+
+def count_tower_waits(model: PreTrainedModel, grid_place: str) -> int:
+    """Return the waits of the host for eight images, by a GPU's code. `grid_place`: of the grids, `gpu` or `host`."""
+    grid = SMALL_IMAGES.clone()
+    places: dict[str, list[Tensor]] = {"gpu": [pixels := pixels_of(model, grid), *model.parameters(), *model.buffers()]}
+    places.setdefault(grid_place, []).append(grid)
+    with cuda_branches(), torch.no_grad(), two_devices(places["gpu"], places.get("host", [])) as (waits, mixed):
+        model.base_model.get_image_features(pixels, grid, return_dict=True)
+    assert not mixed
+    return waits.total()
+
+
+def pixels_of(model: PreTrainedModel, grid: Tensor) -> Tensor:
+    config = model.config.vision_config
+    size = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    return torch.randn(int(grid.prod(1).sum()), size, generator=torch.Generator().manual_seed(0))
 
 
 def compare_towers() -> list[str]:
     rows = []
     for name, model in (("Qwen2.5-VL", qwen2_5_vl()), ("Qwen3-VL", qwen3_vl())):
         stock, wanted = count_attention_calls(model)
+        stock_waits = count_tower_waits(model, "gpu")
         vision.plug_in(model)
         ours, found = count_attention_calls(model)
         difference = float((found - wanted).abs().max())
-        rows.append(f"| {name}, {model.config.vision_config.depth} blocks | {stock:,} | {ours:,} | {difference:.1e} |")
+        cells = f"{stock:,} | {ours:,} | {stock_waits} | {count_tower_waits(model, 'host')} | {difference:.1e}"
+        rows.append(f"| {name}, {model.config.vision_config.depth} blocks | {cells} |")
     return rows
 
 
@@ -169,10 +188,11 @@ def main() -> None:
         "",
         f"{today}, on the CPU with stand-ins for kernels (`benchmarks/gpu_counts.py`). {versions}.",
         "",
-        "Calls of attention in a vision tower for eight images of 768 tokens. On a GPU each call is one kernel.",
+        "Eight images of 768 tokens in a vision tower: calls of attention, each of which is one kernel on a GPU, and "
+        "reads of the GPU for which the host would wait.",
         "",
-        "| | transformers, `sdpa` | Surefoot | largest difference |",
-        "|---|---|---|---|",
+        "| | calls: transformers, `sdpa` | Surefoot | waits: transformers | Surefoot | largest difference |",
+        "|---|---|---|---|---|---|",
         *compare_towers(),
         "",
         "One micro-batch of Qwen1.5-MoE-A2.7B's layers (24 layers, 60 experts, LoRA r=8 on attention and experts, "

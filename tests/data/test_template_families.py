@@ -75,6 +75,31 @@ def test_a_model_stops_at_the_end_of_a_call_unless_its_settings_name_other_ends(
     assert set(ChatTemplate(replace(source, tool_template=source.template)).ends) == stops
 
 
+def test_calls_of_a_template_that_ends_only_some_of_its_turns_are_trained_to_an_end_or_refused() -> None:
+    """As released with DeepSeek-R1-Distill: the end is written behind each call of a turn except for the first."""
+    source = TemplateSource(
+        "{% for m in messages %}<|role|>{{ m.role }}\n{{ m.content or '' }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}<|call_end|>{{ '' if loop.first else '<|end|>' }}"
+        "{% endfor %}{{ '<|end|>' if m.role == 'assistant' and not m.tool_calls }}{% endfor %}"
+        "{% if add_generation_prompt %}<|role|>assistant\n{% endif %}",
+        None, {}, ("<|role|>", "<|end|>", "<|call_end|>"), "<|end|>", "", generation_ends=("<|end|>",),
+    )  # fmt: skip
+    template = ChatTemplate(replace(source, tool_template=source.template))
+    (call,) = CALLED.tool_calls
+
+    def spans(num_calls: int) -> list[str]:
+        turn = replace(CALLED, tool_calls=(call,) * num_calls)
+        text = template.render(Conversation((Message("system", "weather"), ASKED, turn), tools=(TOOL,)))
+        return [text.text[span.begin : span.end] for span in text.spans]
+
+    assert [span.count("<|call_end|>") for span in spans(2)] == [2]
+    assert spans(2)[0].endswith("<|call_end|><|end|>")
+    with pytest.raises(BadRow, match=r"no end-of-turn token \(<\|end\|>\)"):
+        spans(1)
+    with pytest.raises(BadRow, match=r"ends the turn \(<\|end\|>\) between the calls"):
+        spans(3)
+
+
 def test_a_header_behind_a_result_that_the_prompt_lacks_is_not_trained() -> None:
     """As in one version of Gemma 4's template."""
     tokenizer = copy.deepcopy(tokenizer_of("qwen2.5"))

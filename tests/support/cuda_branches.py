@@ -1,7 +1,7 @@
 """The code that runs on a GPU, run on the CPU: stand-ins for its kernels with their checks, and counts of waits."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -11,13 +11,30 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 
-from surefoot.models import attention, grouped_gemm, image_attention, triton_grouped_gemm, varlen_attention
+from surefoot.models import (
+    attention,
+    grouped_gemm,
+    image_attention,
+    image_waits,
+    triton_grouped_gemm,
+    varlen_attention,
+)
 from surefoot.models.grouped_gemm import NOTHING, Addends, Groups, grouped_linear_dw, grouped_linear_dx
 
 HOPPER, AMPERE = (9, 0), (8, 0)
-WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal")
+WAITING = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "masked_scatter_backward",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "equal",
+)
 """Operations whose result, or its shape, the host must know."""
 
 
@@ -120,6 +137,16 @@ def not_counted() -> Iterator[None]:
         _is_counting = before
 
 
+def _waits(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether the host must know the result of an operation, or its shape."""
+    name = func.overloadpacket.__name__
+    has_mask = name in ("index", "index_put", "index_put_", "_index_put_impl_") and any(
+        isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+    )
+    repeats = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
+    return has_mask or repeats or name in WAITING
+
+
 class _Waits(TorchDispatchMode):
     """Operations for which the host would wait for a GPU, by name."""
 
@@ -128,13 +155,8 @@ class _Waits(TorchDispatchMode):
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        has_mask = name in ("index", "index_put", "index_put_", "_index_put_impl_") and any(
-            isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]
-        )
-        repeats = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
-        if _is_counting and (has_mask or repeats or name in WAITING):
-            self.counts[name] += 1
+        if _is_counting and _waits(func, args, kwargs):
+            self.counts[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -155,3 +177,62 @@ def count_waits() -> Iterator[Counter[str]]:
         for method in (tolist, cpu, numpy):
             patch.setattr(Tensor, method.__name__, counting(method))
         yield waits.counts
+
+
+class _TwoDevices(TorchDispatchMode):
+    """What runs on a GPU and what on the host, followed from tensor to tensor."""
+
+    def __init__(self, on_gpu: Iterable[Tensor], on_host: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.waits: Counter[str] = Counter()
+        self.mixed: Counter[str] = Counter()
+        self._places: Any = WeakIdKeyDictionary()
+        for place, tensors in (("gpu", on_gpu), ("host", on_host)):
+            for tensor in tensors:
+                self._places[tensor] = place
+
+    def place_of(self, tensor: Tensor) -> str | None:
+        """Return where a tensor is; None if it depends on numbers alone."""
+        place: str | None = self._places.get(tensor)
+        return place
+
+    def send(self, tensor: Tensor, _: torch.device) -> Tensor:
+        """Stand in for a copy to the GPU."""
+        if self.place_of(tensor) == "gpu":
+            return tensor
+        sent = tensor.clone()
+        self._places[sent] = "gpu"
+        return sent
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        places = {self.place_of(tensor) for tensor in tensors}
+        name = func.overloadpacket.__name__
+        if "gpu" in places and is_counting():
+            if _waits(func, args, kwargs):
+                self.waits[name] += 1
+            if any(self.place_of(tensor) == "host" and tensor.dim() for tensor in tensors):
+                self.mixed[name] += 1
+        results = func(*args, **(kwargs or {}))
+        place = next((place for place in ("gpu", "host") if place in places), None)
+        for result in tree_leaves(results):
+            if isinstance(result, Tensor) and place is not None:
+                self._places[result] = place
+        return results
+
+
+@contextmanager
+def two_devices(on_gpu: Iterable[Tensor], on_host: Iterable[Tensor]) -> Iterator[tuple[Counter[str], Counter[str]]]:
+    """Count the waits for tensors on a GPU, and the operations that take one from the GPU and one from the host."""
+    mode = _TwoDevices(on_gpu, on_host)
+    tolist = Tensor.tolist
+
+    def counting(self: Tensor) -> Any:
+        if mode.place_of(self) == "gpu" and is_counting():
+            mode.waits["tolist"] += 1
+        return tolist(self)
+
+    with pytest.MonkeyPatch.context() as patch, mode:
+        patch.setattr(image_waits, "send", mode.send)
+        patch.setattr(Tensor, "tolist", counting)
+        yield mode.waits, mode.mixed

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from surefoot.data.dataset import Dataset, Sample
-from surefoot.data.image_processor import PixelReader, Vision, send
+from surefoot.data.image_processor import PixelReader, Vision
 from surefoot.data.sampler import SampleKey
+from surefoot.system.pinned_copy import send
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class MicroBatch:
         return float(self.num_trained if self.weights is None else self.weights.sum())
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """Return the batch with its tensors on `device`; see `send`."""
+        """Return the batch with its tensors on `device`, without waiting for the copies."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         moved: dict[str, Any] = {name: send(tensor, device) for name, tensor in tensors.items()}
         return replace(self, **moved, vision=self.vision.to(device) if self.vision is not None else None)

@@ -16,8 +16,9 @@ from torch.nn import functional as F
 
 from surefoot.data.image_workers import ImageSource, ImageWorkers, read_pixels
 from surefoot.data.images import Image, ImageSettings, open_image
-from surefoot.data.model_processor import BLANK_SIDE, ModelProcessor
+from surefoot.data.model_processor import BLANK_SIDE, GRID, ModelProcessor
 from surefoot.errors import DataError
+from surefoot.system.pinned_copy import send
 
 TENSOR_CACHE_BYTES = 256 << 20
 """Size limit of the tensor cache: the images of prompts are used again when their completions are trained."""
@@ -39,14 +40,9 @@ class Vision:
         return pixels.shape[:-1].numel() if pixels.dim() < 4 else pixels.shape[:-3].numel()
 
     def to(self, device: torch.device) -> "Vision":
-        """Return the same input on `device`; see `send`."""
-        return replace(self, tensors={name: send(tensor, device) for name, tensor in self.tensors.items()})
-
-
-def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on `device`. To a GPU it goes through pinned memory, so the host does not wait for the copy."""
-    is_copied = device.type == "cuda" and tensor.device.type == "cpu"
-    return (tensor.pin_memory() if is_copied else tensor).to(device, non_blocking=True)
+        """Return the same input on `device`, without waiting; the grids stay on the host, which reads their numbers."""
+        moved = {name: tensor if name == GRID else send(tensor, device) for name, tensor in self.tensors.items()}
+        return replace(self, tensors=moved)
 
 
 class PixelReader:

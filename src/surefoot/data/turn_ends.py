@@ -1,7 +1,7 @@
 """How a chat template ends the assistant's turns, found in renderings of short conversations."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os.path import commonprefix
 from typing import Any
 
@@ -50,6 +50,8 @@ def find_turn_ends(template: Template) -> TurnEnds:
     if not last:
         unwritten[False] = _find_unwritten_end(template, PLAIN_TURNS[:3], (), "A1")
     call = _end_of_last_call(template, {middle, last, *named})
+    if source.generation_ends and call not in {middle, last, *named} and _ends_each_call(template, call):
+        call = ""  # the end of the turn is one that the settings name, which the template may leave out
     if not call:
         unwritten[True] = _find_unwritten_end(template, PLAIN_CALL[:3], (PLAIN_TOOL,), "V1")
     unwritten = {is_call: end for is_call, end in unwritten.items() if end.strip() in named}
@@ -118,6 +120,15 @@ def _end_of_last_call(template: Template, turn_ends: set[str]) -> str:
     if not tokens or not tail.endswith(tokens[-1]):
         return ""
     return next((token for token in tokens if token in turn_ends), tokens[-1])
+
+
+def _ends_each_call(template: Template, token: str) -> bool:
+    """Return whether the template writes a token between two calls of one turn."""
+    (call,) = PLAIN_CALL[1].tool_calls
+    second = {**call, "id": "call00002", "function": {**call["function"], "arguments": {"p1": "V2"}}}
+    turn = replace(PLAIN_CALL[1], tool_calls=(call, second))
+    text = template.try_render((PLAIN_CALL[0], turn), (PLAIN_TOOL,)) or ""
+    return token in text[text.find("V1") : text.find("V2")]
 
 
 def _find_unwritten_end(

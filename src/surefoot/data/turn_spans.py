@@ -148,6 +148,12 @@ class TurnFinder:
         self._check_order(index, limit)
         pieces = [self._locate(mark) for mark in _marks_of(message, index)]
         if pieces and min(pieces) >= 0:
+            eos = self._template.source.eos
+            if len(message.tool_calls) > 1 and eos and eos in self.text[begin : max(pieces)]:
+                raise BadRow(
+                    f"the chat template ends the turn ({eos}) between the calls of message {index + 1}, so its end "
+                    "would be trained before the last call. Give another one with chat_template"
+                )
             end = self._ends.find_first(self.text, max(pieces), limit)
         elif next_mark >= 0 or index == len(self._messages) - 1:
             end = self._ends.find_last(self.text, begin, limit)

@@ -14,9 +14,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from surefoot.errors import ModelError, one_line
+from surefoot.models import image_waits
 from surefoot.models.decoder_layers import class_name
 from surefoot.models.image_attention import IMPLEMENTATION as SEGMENTS
 from surefoot.models.image_attention import hands_over_segments
+from surefoot.models.image_waits import GRID, grid_of_call
 from surefoot.models.pretrained import BAD_CONFIG
 from surefoot.system.allocators import is_out_of_memory
 
@@ -113,7 +115,7 @@ def _tower_attention(config: PreTrainedConfig, part: PreTrainedConfig | None) ->
 
 
 def plug_in(model: PreTrainedModel) -> None:
-    """Let a tower that computes its images as one row attend by `image_attention`.
+    """Let a tower that computes its images as one row attend by `image_attention`, and the host not wait for it.
 
     After loading: transformers would look for a package of flash attention of that name.
     """
@@ -121,6 +123,8 @@ def plug_in(model: PreTrainedModel) -> None:
     for module in tower[1].modules() if tower is not None else ():
         if isinstance(module, PreTrainedModel) and hands_over_segments(type(module)):
             module.config._attn_implementation = SEGMENTS
+    if tower is not None:
+        image_waits.plug_in(model, list(vision_parts(model).values()))
 
 
 @contextmanager
@@ -161,6 +165,8 @@ def _image_features(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> An
         name: tensor.to(torch.promote_types(tensor.dtype, dtype)) if tensor.is_floating_point() else tensor
         for name, tensor in tensors.items()
     }
+    if GRID in widened:
+        widened[GRID] = grid_of_call(model, widened[GRID], widened["pixel_values"].device)
     return model.base_model.get_image_features(**widened, return_dict=True)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from surefoot.config import LoadedConfig, RunConfig
-from surefoot.data.image_processor import PixelReader
+from surefoot.data.image_processor import PixelReader, Vision
 from surefoot.distributed.fsdp import Sharding, as_fsdp_forward, reshard
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.distributed.process_group import World
@@ -76,7 +76,7 @@ def check_images(context: TrainContext, reader: PixelReader, where: str) -> None
     `where`: the place of the model in the config. Raises: ModelError.
     """
     tensors, num_tokens = reader.blank
-    on_device = {name: tensor.to(context.device) for name, tensor in tensors.items()}
+    on_device = Vision(tensors, 1, is_blank=True).to(context.device).tensors
 
     def check_blank() -> None:
         try:

@@ -204,10 +204,15 @@ def _read_image_limits(run: RunConfig) -> tuple[int, int]:
             return 0, 1
         if run.max_pixels is not None:
             return run.max_pixels, side
-        processor = _read_json(folder / "preprocessor_config.json")
+        names = (
+            "preprocessor_config.json",
+            "processor_config.json",
+        )  # transformers 5 saves a whole processor in one file
+        processor = next(_read_json(folder / name) for name in names if (folder / name).is_file())
+        processor = processor.get("image_processor", processor)
         size = processor.get("size") or {}
         return int(processor.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or 0), side
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration):
         return 0, 1
 
 
