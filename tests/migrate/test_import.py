@@ -130,10 +130,13 @@ def test_a_run_may_take_ids_from_hugging_face(tmp_path: Path, before: str, is_no
 
 def test_settings_that_are_not_needed_are_named_in_one_line(tmp_path: Path) -> None:
     run = import_file(
-        tmp_path / "a.sh", "swift sft --model m --dataset a.jsonl --attn_impl flash_attn --dataloader_num_workers 4"
+        tmp_path / "a.sh",
+        "swift sft --model m --dataset a.jsonl --attn_impl flash_attn --dataloader_num_workers 4 "
+        "--dataloader_pin_memory true",
     )
-    assert run.not_needed == ["attn_impl", "dataloader_num_workers"]
-    assert "# not needed here: attn_impl, dataloader_num_workers\n" in run.as_yaml()
+    assert run.not_needed == ["attn_impl", "dataloader_pin_memory"]
+    assert "# not needed here: attn_impl, dataloader_pin_memory\n" in run.as_yaml()
+    assert get_values(run)["dataloader_num_workers"] == 4
 
 
 def test_what_says_the_same_is_not_listed(tmp_path: Path) -> None:
@@ -591,6 +594,17 @@ def test_what_keeps_everything_keeps_everything(tmp_path: Path) -> None:
         tmp_path / "a.yaml", "base_model: m\ndatasets: [{path: d}]\ngradient_checkpointing: offload\n"
     )
     assert get_values(axolotl)["gradient_checkpointing"] is True
+
+
+def test_options_of_axolotls_sources_that_are_the_default_here_are_no_loss(tmp_path: Path) -> None:
+    source = "base_model: m\ndatasets:\n- path: d\n  type: chat_template\n  roles_to_train: [{}]\n  train_on_eos: {}\n"
+
+    def left_out(role: str, end: str) -> list[str]:
+        names = import_file(tmp_path / "a.yml", source.format(role, end)).left_out
+        return [name.partition(" =")[0] for name in names if " of d" in name]
+
+    assert left_out("assistant", "turn") == []
+    assert left_out("user", "last") == ["roles_to_train", "train_on_eos"]
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,7 @@ def cuda_branches(capability: tuple[int, int] = HOPPER) -> Iterator[None]:
         for module in (attention, image_attention):
             patch.setattr(module, "has_kernel", on_gpu)
         patch.setattr(grouped_gemm, "find_triton_failure", lambda _: None)
+        patch.setattr(grouped_gemm, "_window", lambda _, begin, end: slice(begin, end))
         patch.setattr(
             grouped_gemm, "select_kernel", lambda _, dtype, widths: select_kernel(torch.device("cuda"), dtype, widths)
         )

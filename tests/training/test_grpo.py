@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 import surefoot
 from surefoot.config import changed_fields, load_config
 from surefoot.data.inspect import as_text
-from surefoot.errors import ConfigError, DataError, StoppedOnFinding
+from surefoot.errors import ConfigError, DataError, StoppedOnFinding, SurefootError
 from surefoot.events import Event, FindingMade, PhaseBegan
 from surefoot.methods.grpo.engines.local import LocalEngine
 from surefoot.methods.grpo.reward_checks import EngineDriftDetector, NoSignalDetector
@@ -650,3 +650,11 @@ def test_completions_after_the_checkpoint_are_written_anew(grpo: dict[str, Any],
     (run / "completions.jsonl").write_text(whole + '{"step": 5, "comp')
     surefoot.train(settings, screen=False)
     assert (run / "completions.jsonl").read_text() == whole
+
+
+def test_a_server_that_did_not_start_leaves_a_folder_that_the_next_start_takes(grpo: dict[str, Any]) -> None:
+    for server in ("/bin/false", "no-such-command"):
+        with pytest.raises(SurefootError, match="SF801|no-such-command"):
+            surefoot.train(grpo, rollout_engine="vllm", vllm_command=server, max_steps=1)
+        assert (Path(grpo["output_dir"]) / "engine").is_dir()
+    assert surefoot.train(grpo, max_steps=1).status == "completed"

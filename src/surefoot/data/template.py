@@ -264,7 +264,7 @@ class ChatTemplate:
                 return self._build_text(*rendering, conversation, None)
             raise BadRow(
                 "a text of the row holds a special token that the chat template reads itself, so it cannot be kept as "
-                "text. Remove it, or set parse_special_tokens: true"
+                "text. Remove it (thoughts: write them into reasoning_content), or set parse_special_tokens: true"
             )
         bounds = hidden.restore_positions(hidden_text, [at for span in spans for at in (span.begin, span.end)])
         restored_spans = tuple(

@@ -97,7 +97,7 @@ UNCUT_PROMPTS = (
 
 IGNORED = frozenset(
     "do_train do_eval overwrite_cache plot_loss use_fast_tokenizer ddp_timeout remove_unused_columns "
-    "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor per_device_eval_batch_size flash_attn "
+    "dataloader_pin_memory dataloader_prefetch_factor per_device_eval_batch_size flash_attn "
     "attn_impl attn_implementation flash_attention use_liger_kernel enable_liger_kernel ddp_find_unused_parameters "
     "lazy_tokenize use_hf logging_dir logging_first_step include_num_input_tokens_seen include_tokens_per_second "
     "eval_on_start gradient_checkpointing_kwargs use_reentrant load_from_cache_file tokenizer_type model_type_hf "

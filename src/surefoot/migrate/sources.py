@@ -21,6 +21,8 @@ MODELSCOPE_MODEL_NOTE = (
     "ms-swift fetches it from ModelScope unless USE_HF=1 is set, Surefoot from huggingface.co: write modelscope:{} to "
     "fetch it from ModelScope, with the package modelscope"
 )
+TRAINED_ANYWAY = (("roles_to_train", ["assistant"]), ("train_on_eos", "turn"))
+"""Options of axolotl's sources that say what is trained here by default: the assistant's turns with their ends."""
 MODELSCOPE_OWNERS = ("AI-ModelScope/", "LLM-Research/", "ZhipuAI/", "damo/", "iic/", "modelscope/", "swift/")
 """Owners on ModelScope whose models are missing or different on huggingface.co."""
 
@@ -78,7 +80,9 @@ def list_axolotl_left_out(run: ParsedRun, value: Any) -> dict[str, str]:
                 left_out[f"type = alpaca of {entry['path']}"] = (
                     "axolotl writes Alpaca's prompt around a question. Here the question is a turn of the chat template"
                 )
-            elif name not in CARRIED_OF_AXOLOTL and not _has_read_keys(name, option):
+            elif (name, option) not in TRAINED_ANYWAY and not (
+                name in CARRIED_OF_AXOLOTL or _has_read_keys(name, option)
+            ):
                 left_out[f"{name} = {option} of {entry['path']}"] = (
                     "sources have path, subset, split, format and columns"
                 )

@@ -5,7 +5,7 @@ the exponentials of a row's scores and s the sink, its output is that of ordinar
 that output and log(e^l + e^s) in place of l, the backward of flash attention gives the gradients with the sink.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,6 +48,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, terms
         return _attend_with_sinks(query, key, value, mask, terms)
     if terms.softcap is not None or terms.sinks is not None:
         return attend_by_definition(query, key, value, mask, terms)
+    if query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.shape[2] > 1:
+        # Its backward in bfloat16 takes twice as long as in float32. A token that is generated has none.
+        mask = mask.float() if mask is not None and mask.is_floating_point() else mask
+        terms = replace(terms, bias=terms.bias.float() if terms.bias is not None else None)
+        return attend(query.float(), key.float(), value.float(), mask, terms).to(query.dtype)
     if terms.bias is not None:
         mask = _add_mask(terms.bias, mask, query, key)
     if query.is_cuda:  # with grouped heads only flash attention, which has no float32, avoids materialising the scores

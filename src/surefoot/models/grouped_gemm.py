@@ -7,7 +7,7 @@ elsewhere one `mm` per non-empty group written in place.
 Shapes: S rows sorted by group, E groups; `x [S, in]`, `dy [S, out]`, `weight [E, out, in]`, `bias [E, out]`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Literal, NamedTuple
@@ -25,6 +25,9 @@ STRIDE_ELEMENTS = 8
 """Number of elements in the row stride that `grouped_mm` needs: 16 bytes, 8 elements of bfloat16."""
 OLDEST_FOR_TRITON = 8
 """Major compute capability from which Triton's kernels run: Ampere, the first with bfloat16."""
+
+ROWS_MULTIPLE = 32
+"""Number of rows of which a product in bfloat16 on a CPU has a multiple."""
 
 Kernel = Literal["torch", "triton"]
 """Library whose kernel computes the products of all groups at once."""
@@ -92,12 +95,12 @@ class Addends(NamedTuple):
     """Shape [E, out]."""
     low: LowRank | None = None
 
-    def add_to_group_(self, y: Tensor, group: int, begin: int, end: int) -> None:
-        """Add to the rows of one group, in place."""
+    def add_to_group_(self, product: Tensor, group: int, rows: slice) -> None:
+        """Add to the product of some rows with the matrix of a group, in place."""
         if self.bias is not None:
-            y[begin:end].add_(self.bias[group])
+            product.add_(self.bias[group])
         if self.low is not None:
-            y[begin:end].addmm_(self.low.rows[begin:end], self.low.matrices[group], alpha=self.low.scale)
+            product.addmm_(self.low.rows[rows], self.low.matrices[group], alpha=self.low.scale)
 
 
 NOTHING = Addends()
@@ -161,11 +164,39 @@ def _multiply(x: Tensor, matrices: Tensor, groups: Groups, addends: Addends) -> 
         if (low := addends.low) is not None:
             y.add_(F.grouped_mm(low.rows, low.matrices, offs=groups.offsets), alpha=low.scale)
         return y
-    y = x.new_empty(x.shape[0], matrices.shape[2])
+    return multiply_in_turn(x, matrices.__getitem__, matrices.shape[2], groups, addends)
+
+
+def multiply_in_turn(
+    x: Tensor, matrix_of: Callable[[int], Tensor], width: int, groups: Groups, addends: Addends
+) -> Tensor:
+    """Compute `x[s] @ matrix_of(group of s)`, plus addends, one group after the other: [S, in] -> [S, width]."""
+    assert groups.spans is not None
+    y = x.new_empty(x.shape[0], width)
     for group, begin, end in groups.spans:
-        torch.mm(x[begin:end], matrices[group], out=y[begin:end])
-        addends.add_to_group_(y, group, begin, end)
+        rows = _window(x, begin, end)
+        # In the order of the rows: those after the group's own are overwritten by the next groups.
+        product = y[rows] if rows.start == begin else y.new_empty(rows.stop - rows.start, width)
+        torch.mm(x[rows], matrix_of(group), out=product)
+        addends.add_to_group_(product, group, rows)
+        if rows.start != begin:
+            y[begin:end] = product[begin - rows.start : end - rows.start]
     return y
+
+
+def _window(x: Tensor, begin: int, end: int) -> slice:
+    """Return the rows to multiply for the group `[begin, end)`: on a CPU in bfloat16 a few more, up to a multiple.
+
+    oneDNN compiles a product in bfloat16 for each new number of rows, in milliseconds, which takes longer than the
+    product.
+    """
+    if x.dtype != torch.bfloat16 or x.device.type != "cpu":
+        return slice(begin, end)
+    count = -(-(end - begin) // ROWS_MULTIPLE) * ROWS_MULTIPLE
+    if count > x.shape[0]:
+        return slice(begin, end)
+    first = min(begin, x.shape[0] - count)
+    return slice(first, first + count)
 
 
 def grouped_linear_dw(dy: Tensor, x: Tensor, groups: Groups, scale: float = 1.0) -> Tensor:
@@ -181,12 +212,24 @@ def grouped_linear_dw(dy: Tensor, x: Tensor, groups: Groups, scale: float = 1.0)
         dw = dw.mul_(scale) if scale != 1.0 else dw
         return dw.masked_fill_(groups.is_empty, 0)
     dw = dy.new_zeros(shape) if len(groups.spans) < shape[0] else dy.new_empty(shape)
+    is_thin = x.shape[1] < dy.shape[1]
     for group, begin, end in groups.spans:
-        if x.shape[1] < dy.shape[1]:  # a thin product is several times faster on the CPU with its short side as rows
-            dw[group].t().copy_(torch.mm(x[begin:end].t(), dy[begin:end])).mul_(scale)
+        rows = _window(x, begin, end)
+        left, right = (dy[rows], _alone(x, rows, begin, end)) if is_thin else (_alone(dy, rows, begin, end), x[rows])
+        if is_thin:  # a thin product is several times faster on the CPU with its short side as rows
+            dw[group].t().copy_(torch.mm(right.t(), left)).mul_(scale)
         else:
-            torch.addmm(dw[group], dy[begin:end].t(), x[begin:end], beta=0, alpha=scale, out=dw[group])
+            torch.addmm(dw[group], left.t(), right, beta=0, alpha=scale, out=dw[group])
     return dw
+
+
+def _alone(x: Tensor, rows: slice, begin: int, end: int) -> Tensor:
+    """Return some rows of x in which those outside of the group `[begin, end)` are zero."""
+    if rows == slice(begin, end):
+        return x[rows]
+    alone = x.new_zeros(rows.stop - rows.start, x.shape[1])
+    alone[begin - rows.start : end - rows.start] = x[begin:end]
+    return alone
 
 
 def grouped_dot(dy: Tensor, bias: Tensor, groups: Groups) -> Tensor:

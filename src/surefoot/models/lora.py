@@ -241,8 +241,10 @@ def _describe_missing_target(target: str, groups: dict[str, list[str]], model: P
     endings = {".".join(name.split(".")[-2:]) for name in names} | {name.split(".")[-1] for name in names}
     near = difflib.get_close_matches(target, [*GROUPS, *sorted(endings)], n=5, cutoff=0.4)
     leaf_names = sorted({name.split(".")[-1] for name in names})
+    has_stacks = any(name.rpartition(".")[0].endswith("experts") for name in names)
+    fused = "The experts of this model are fused tensors: the group `experts` adapts them. " if has_stacks else ""
     return (
-        f"target_modules: '{target}' matches nothing in {model_name}. Nearest: {', '.join(near) or 'none'}. "
+        f"target_modules: '{target}' matches nothing in {model_name}. {fused}Nearest: {', '.join(near) or 'none'}. "
         f"Linear modules and expert stacks: {', '.join(leaf_names)}. Groups: {', '.join(GROUPS)}."
     )
 

@@ -44,7 +44,7 @@ SHARED_WITHIN_S = 60.0
 
 NOT_OVERWRITTEN = ("events", "engine", FINDINGS, ENVIRONMENT)
 """Files that a start writes before it deletes the run that it overwrites."""
-LEFT_BY_FAILURE = ("summary.json", "findings.jsonl", "events", "evidence", "tensorboard")
+LEFT_BY_FAILURE = ("summary.json", "findings.jsonl", "events", "evidence", "engine", "tensorboard")
 """Files that a run that fails before its first step leaves."""
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from surefoot.models.grouped_gemm import NOTHING, Addends, Groups, grouped_linear, grouped_linear_dx
+from surefoot.models.grouped_gemm import NOTHING, Addends, Groups, grouped_linear, grouped_linear_dx, multiply_in_turn
 
 SAME_AS_LINEAR = frozenset({"FalconLinear"})
 """Names of subclasses of torch's linear layer that compute the same as it."""
@@ -56,22 +56,19 @@ class WeightFormat(ABC):
         """Compute `y[s] = W[expert of s] x[s]`, plus addends."""
         if groups.spans is None:
             return grouped_linear(x, self.read(stored, x.dtype), groups, addends)
-        y = x.new_empty(x.shape[0], stored[0].shape[1])
-        for group, begin, end in groups.spans:
-            torch.mm(x[begin:end], self._read_expert(stored, group, x.dtype).t(), out=y[begin:end])
-            addends.add_to_group_(y, group, begin, end)
-        return y
+        out_features = stored[0].shape[1]
+        return multiply_in_turn(
+            x, lambda expert: self._read_expert(stored, expert, x.dtype).t(), out_features, groups, addends
+        )
 
     def grouped_linear_dx(self, dy: Tensor, stored: Stored, groups: Groups, addends: Addends = NOTHING) -> Tensor:
         """Compute the gradient of `grouped_linear` by x, plus addends."""
         if groups.spans is None:
             return grouped_linear_dx(dy, self.read(stored, dy.dtype), groups, addends)
         in_features = self._read_expert(stored, 0, dy.dtype).shape[1]
-        dx = dy.new_empty(dy.shape[0], in_features)
-        for group, begin, end in groups.spans:
-            torch.mm(dy[begin:end], self._read_expert(stored, group, dy.dtype), out=dx[begin:end])
-            addends.add_to_group_(dx, group, begin, end)
-        return dx
+        return multiply_in_turn(
+            dy, lambda expert: self._read_expert(stored, expert, dy.dtype), in_features, groups, addends
+        )
 
     def _read_expert(self, stored: Stored, expert: int, dtype: torch.dtype) -> Tensor:
         return self.read([tensor[expert] for tensor in stored], dtype)
