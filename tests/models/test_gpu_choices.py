@@ -110,6 +110,36 @@ def test_heads_of_any_size_are_given_to_the_kernel_as_it_takes_them(
 CPU = torch.device("cpu")
 
 
+@pytest.mark.parametrize("window", [None, 4])
+def test_completions_read_their_prompt_in_one_kernel(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    torch.manual_seed(0)
+    lengths, prefixes = [5, 3, 6, 4, 2, 7], (-1, 0, 0, -1, 3, -1)
+    ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    samples = SampleLayout(lengths, ends, prefix_of=prefixes)
+    states = [torch.randn(1, heads, sum(lengths), 16, requires_grad=True) for heads in (4, 2, 2)]
+    mask, upstream = SampleMask(window=window), torch.randn(1, sum(lengths), 4, 16)
+    found = []
+    for kernel in (False, True):
+        monkeypatch.setattr(varlen_attention, "varlen_attn", flash_attention_2)
+        monkeypatch.setattr(attention, "has_kernel", lambda *_, kernel=kernel: kernel)
+        with samples_are(samples):
+            out, _ = attention.packed_attention(nn.Module(), *states, mask)
+        found.append([out, *torch.autograd.grad(out, states, upstream)])
+    for plain, by_kernel in zip(*found, strict=True):
+        torch.testing.assert_close(by_kernel, plain, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("aligns", [True, False])
+def test_a_kernel_is_tried_before_it_reads_shared_prompts(monkeypatch: pytest.MonkeyPatch, aligns: bool) -> None:
+    def align_at_the_beginning(*arguments: Any, **options: Any) -> Tensor:
+        query, key, value, ends, _, longest, _ = arguments
+        shown = int(ends[-1])
+        return flash_attention_2(query, key[:shown], value[:shown], ends, ends, longest, longest, **options)
+
+    monkeypatch.setattr(varlen_attention, "varlen_attn", flash_attention_2 if aligns else align_at_the_beginning)
+    assert varlen_attention.aligns_ends.__wrapped__(CPU) == aligns
+
+
 @pytest.mark.parametrize(
     ("capability", "size", "dtype", "has_kernel"),
     [

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from surefoot.errors import ModelError
 from surefoot.methods.token_loss import TokenLoss
-from surefoot.models import sample_layout
+from surefoot.models import isolation, sample_layout
 from surefoot.models.attention import has_packed_attention, implementation_for
 from surefoot.models.build import build_model
 from surefoot.models.isolation import can_share_prompts, isolate_samples
@@ -427,7 +427,23 @@ def test_all_rows_of_a_described_mask_are_the_mask() -> None:
 
 @pytest.mark.parametrize(("name", "shares"), [("llama", True), ("phi3+longrope", False), ("gptj", False)])
 def test_prompts_are_shared_where_their_keys_do_not_depend_on_the_completion(name: str, shares: bool) -> None:
-    assert can_share_prompts(prepare(name)[0]) == shares
+    assert can_share_prompts(prepare(name)[0], torch.device("cpu"), torch.float32) == shares
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "aligns", "shares"),
+    [
+        ("llama", torch.bfloat16, True, True),
+        ("llama", torch.bfloat16, False, False),
+        ("llama", torch.float32, True, False),
+        ("qwen3_next", torch.bfloat16, True, False),
+    ],
+)
+def test_a_gpu_shares_prompts_where_its_kernels_know_such_rows(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, aligns: bool, shares: bool
+) -> None:
+    monkeypatch.setattr(isolation, "aligns_ends", lambda _: aligns)
+    assert can_share_prompts(prepare(name)[0], torch.device("cuda"), dtype) == shares
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "llama4_text"])

@@ -51,18 +51,20 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, ends: Tensor, ends_k: Tensor, longest: int, longest_k: int, scale: float,
     window_size: tuple[int, int], enable_gqa: bool,
 ) -> Tensor:  # fmt: skip
-    assert torch.equal(ends, ends_k)
-    assert ends.dtype == torch.int32
-    assert longest == longest_k == int(ends.diff().max())
-    assert enable_gqa or query.shape == key.shape
+    assert ends.dtype == ends_k.dtype == torch.int32
+    assert (longest, longest_k) == (int(ends.diff().max()), int(ends_k.diff().max()))
+    assert (len(query), len(key), len(value)) == (int(ends[-1]), int(ends_k[-1]), int(ends_k[-1]))
+    assert enable_gqa or query.shape[1] == key.shape[1]
     assert query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256
     assert query.shape[-1] % 8 == 0
     assert all(tensor.is_contiguous() for tensor in (query, key, value))
     before, after = window_size
     outputs = []
-    for begin, end in pairwise(ends.tolist()):
-        query_rows, key_rows, value_rows = (tensor[begin:end].transpose(0, 1)[None] for tensor in (query, key, value))
-        distance = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
+    for (begin, end), (begin_k, end_k) in zip(pairwise(ends.tolist()), pairwise(ends_k.tolist()), strict=True):
+        query_rows = query[begin:end].transpose(0, 1)[None]
+        key_rows, value_rows = (tensor[begin_k:end_k].transpose(0, 1)[None] for tensor in (key, value))
+        # The last query and the last key belong together.
+        distance = torch.arange(end - begin)[:, None] - torch.arange(end_k - begin_k) + (end_k - begin_k - end + begin)
         seen = torch.ones_like(distance, dtype=torch.bool)
         seen &= (distance <= before) if before >= 0 else seen
         seen &= (-distance <= after) if after >= 0 else seen

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import surefoot
 from surefoot.errors import InputError, StoppedOnFinding, SurefootError
+from surefoot.system import allocators
 from surefoot.system.added_variables import add_variables
 from surefoot.system.console import print_json, say, write
 
@@ -35,6 +36,8 @@ def run_verb(verb: Callable[[], int]) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     # Numbers of GPUs are then those of nvidia-smi and NVML, from which samples and findings are.
     add_variables({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
+    if not allocators.allocator_settings():  # steps differ in size: free memory would end up in pieces
+        add_variables({allocators.VARIABLES[0]: allocators.EXPANDABLE})
     logging.captureWarnings(True)
     logging.getLogger("py.warnings").setLevel(logging.ERROR)
     try:

@@ -22,7 +22,7 @@ from surefoot.errors import ModelError
 from surefoot.models.attention_math import AttentionTerms, as_autocast, attend
 from surefoot.models.sample_layout import SampleLayout, current_layout
 from surefoot.models.sample_masks import NeedsOwnAttentionError, SampleMask, describe_mask, has_unknown_layers
-from surefoot.models.varlen_attention import CAUSAL, attend_in_one_kernel, has_kernel
+from surefoot.models.varlen_attention import CAUSAL, Keys, attend_in_one_kernel, has_kernel
 
 IMPLEMENTATION = "surefoot"
 
@@ -102,12 +102,16 @@ def packed_attention(
     layer = read_settings(attention_mask, options)
     if layer.mask.blocks is not None and len(layer.mask.blocks) != samples.num_tokens:
         raise NeedsOwnAttentionError(f"blocks of {len(layer.mask.blocks)} tokens")
-    if samples.prefix_of is not None:
-        return _attend_with_shared_prefixes(query, key, value, samples, layer), None
     if layer.is_plain and has_kernel(query, value):
         window = (layer.mask.window - 1, 0) if layer.mask.window else CAUSAL
-        longest = max(samples.lengths)
-        return attend_in_one_kernel(query, key, value, samples.ends, longest, window, layer.terms.scaling), None
+        keys = None
+        if samples.prefix_of is not None:
+            key, value = samples.repeat_prefixes(key), samples.repeat_prefixes(value)
+            keys = Keys(samples.ends_read, max(samples.lengths_read))
+        longest, scaling = max(samples.lengths), layer.terms.scaling
+        return attend_in_one_kernel(query, key, value, samples.ends, longest, window, scaling, keys), None
+    if samples.prefix_of is not None:
+        return _attend_with_shared_prefixes(query, key, value, samples, layer), None
     return attend_sample_by_sample(query, key, value, samples, layer), None
 
 

@@ -24,6 +24,7 @@ from surefoot.models.per_sample import CallShapes, restore_state, run_per_sample
 from surefoot.models.routing import router_names
 from surefoot.models.sample_layout import SampleArguments, accept_samples
 from surefoot.models.sample_masks import NeedsOwnAttentionError, layer_kinds
+from surefoot.models.varlen_attention import aligns_ends
 from surefoot.models.vision import attention_of
 
 KERNEL_KINDS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
@@ -100,12 +101,18 @@ def isolate_samples(model: PreTrainedModel, dtype: torch.dtype, *, is_sharded: b
     return Isolation(dict(Counter(type(module).__name__ for module in [*rotary, *apart])), missing_kernels)
 
 
-def can_share_prompts(model: PreTrainedModel) -> bool:
-    """Return whether completions in a row may continue one copy of their prompt.
+def can_share_prompts(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether completions in a row may continue one copy of their prompt, in a run in `dtype` on `device`.
 
-    Attention must know such rows, and the prompt's keys must not depend on the longest position of its completion.
+    Attention must know such rows, and the prompt's keys must not depend on the longest position of its completion. On a
+    GPU it needs a kernel that reads them, and kernels of recurrent layers do not know such rows.
     """
-    return has_packed_attention(model) and not _find_rotary(decoder_of(model))
+    if not has_packed_attention(model) or _find_rotary(decoder_of(model)):
+        return False
+    if device.type == "cpu":
+        return True
+    is_recurrent = not KERNEL_KINDS.isdisjoint(layer_kinds(model.config.get_text_config()))
+    return device.type == "cuda" and dtype == torch.bfloat16 and not is_recurrent and aligns_ends(device)
 
 
 def longest_at_one_frequency(model: PreTrainedModel) -> int | None:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel, masking_utils
 
 from surefoot.models.decoder_layers import body_of
 from surefoot.models.vision import vision_parts
+from surefoot.system.pinned_copy import send
 
 ARGUMENT = "samples"
 POSITION_TABLE = re.compile(r"(wpe|pos\w*_embed\w*|embed_pos\w*)$", re.ASCII)
@@ -57,12 +59,34 @@ class SampleLayout:
         """The tokens of each sample in the row."""
         return [slice(begin, end) for begin, end in pairwise([0, *accumulate(self.lengths)])]
 
+    def repeat_prefixes(self, states: Tensor) -> Tensor:
+        """Return what each sample reads of the row's states: its own tokens, after those of the sample it continues.
+
+        Shapes: [1, heads, T, D] -> [1, heads, T + repeated tokens, D].
+        """
+        parts = states.split(self.lengths, dim=2)
+        return torch.cat([parts[number] for read in self._samples_read for number in read], dim=2)
+
+    @cached_property
+    def lengths_read(self) -> list[int]:
+        """Number of tokens that each sample reads."""
+        return [sum(self.lengths[number] for number in read) for read in self._samples_read]
+
+    @cached_property
+    def ends_read(self) -> Tensor:
+        """0 and the end of each sample in `repeat_prefixes`, on the model's device: int32 [samples + 1]."""
+        return send(torch.tensor([0, *self.lengths_read]).cumsum(0, dtype=torch.int32), self.ends.device)
+
+    @property
+    def _samples_read(self) -> list[tuple[int, ...]]:
+        prefixes = self.prefix_of or (-1,) * len(self.lengths)
+        return [(prefix, own) if prefix >= 0 else (own,) for own, prefix in enumerate(prefixes)]
+
     @property
     def spans_read(self) -> list[list[slice]]:
         """The tokens that each sample reads: its own, after those of the sample that it continues."""
         spans = self.spans
-        prefixes = self.prefix_of or (-1,) * len(spans)
-        return [[spans[prefix], own] if prefix >= 0 else [own] for own, prefix in zip(spans, prefixes, strict=True)]
+        return [[spans[number] for number in read] for read in self._samples_read]
 
 
 _current: SampleLayout | None = None

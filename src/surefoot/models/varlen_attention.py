@@ -4,7 +4,8 @@ Independent of what the parts are: samples of a pack, or images.
 """
 
 import inspect
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,32 @@ def has_kernel(query: Tensor, value: Tensor) -> bool:
     )
 
 
+@cache
+def aligns_ends(device: torch.device) -> bool:
+    """Return whether the kernel on a GPU lets the last query of a part see up to its last key, if keys are more.
+
+    Then a completion may read a copy of its prompt's keys before its own. Documented for FlashAttention-2, and tried
+    here once, with and without a window. The host waits for the device.
+    """
+    query = torch.zeros(1, 1, 2, HEAD_MULTIPLE, dtype=torch.bfloat16, device=device)
+    value = torch.arange(1.0, 5.0, dtype=torch.bfloat16, device=device)[:, None].expand(1, 1, 4, HEAD_MULTIPLE)
+    ends, ends_read = (torch.tensor([0, count], dtype=torch.int32, device=device) for count in (2, 4))
+    means = [
+        attend_in_one_kernel(query, value, value, ends, 2, window, None, Keys(ends_read, 4))[0, :, 0, 0].tolist()
+        for window in (CAUSAL, (1, 0))
+    ]
+    return means == [[2.0, 2.5], [2.5, 3.5]]
+
+
+class Keys(NamedTuple):
+    """Keys and values of parts that have more of them than queries."""
+
+    ends: Tensor
+    """0 and the end of each part, int32 [parts + 1]."""
+    longest: int
+    """Number of keys of the part that has most."""
+
+
 def attend_in_one_kernel(
     query: Tensor,
     key: Tensor,
@@ -39,12 +66,15 @@ def attend_in_one_kernel(
     longest: int,
     window: tuple[int, int],
     scaling: float | None,
+    keys: Keys | None = None,
 ) -> Tensor:
     """Compute attention within the parts of a row, where `has_kernel` says so.
 
     `ends`: 0 and the end of each part, int32 [parts + 1]; `longest`: length of the longest; `window`: how many tokens
-    are seen before and after each, -1 for all. Shapes: [1, heads, T, D or V] -> [1, T, heads, V].
+    are seen before and after each, -1 for all; `keys`: set if a part has other keys than queries, whose last ones
+    belong together (`aligns_ends`). Shapes: [1, heads, T, D or V] -> [1, T, heads, V].
     """
+    ends_read, longest_read = keys or (ends, longest)
     options: dict[str, Any] = {"enable_gqa": True} if SHARES_HEADS else {}
     if not SHARES_HEADS:
         key, value = (with_heads_of(query, tensor) for tensor in (key, value))
@@ -58,9 +88,9 @@ def attend_in_one_kernel(
         key_THD,
         value_THD,
         ends,
-        ends,
+        ends_read,
         longest,
-        longest,
+        longest_read,
         scale=scale,
         window_size=window,
         **options,

@@ -237,8 +237,7 @@ def build_rollout_source(
         rewards,
         sampling,
         longest_context=longest_context(text.to_dict()),
-        # On CUDA, the attention kernel for packed samples does not support shared prompts.
-        share_prompts=train_context.device == torch.device("cpu") and can_share_prompts(train_context.model),
+        share_prompts=can_share_prompts(train_context.model, train_context.device, getattr(torch, config.dtype)),
     )
 
 
