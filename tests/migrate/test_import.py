@@ -244,6 +244,19 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["settings"]["tuning"] == "full"
 
 
+def test_what_is_not_carried_is_told_beside_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "run.yaml"
+    words = ["--model", "m", "--dataset", "d.jsonl", "--neftune_noise_alpha", "5", "--modle", "x"]
+    assert cli.main(["import", "--to", str(target), "--", "swift", "sft", *words]) == 0
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == f"written: {target}"
+    assert any(line.startswith("not carried: neftune_noise_alpha") for line in told)
+    assert "not known: modle = x" in told
+    target.unlink()
+    assert cli.main(["import", "--to", str(target), "--", "swift", "rlhf", "--rlhf_type", "dpo", *words[:4]]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: method: dpo is not available")
+
+
 def test_towers_of_other_programs_are_adapted_or_trained(tmp_path: Path) -> None:
     command = "swift sft --model m --dataset a.jsonl --train_type {tuning} --freeze_vit {frozen}\n"
     for tuning, frozen, targets, freezes in (

@@ -264,6 +264,8 @@ def test_experts_that_cannot_be_adapted_say_why() -> None:
 def test_a_target_that_matches_nothing_names_the_nearest() -> None:
     with pytest.raises(ModelError, match=r"'qproj' .*Qwen2MoeForCausalLM.* q_proj"):
         find_targets(make_model("qwen2_moe"), ["attention", "qproj"])
+    with pytest.raises(ModelError, match=r"'qproj' matches nothing in Qwen3MoeForCausalLM\. Nearest"):
+        find_targets(make_model("qwen3_moe"), ["qproj"])
     with pytest.raises(ModelError, match=r"'gate_proj' .*fused tensors: the group `experts`"):
         find_targets(make_model("qwen3_moe"), ["attention", "gate_proj"])
     with pytest.raises(ModelError, match="'experts' .*empty .*LlamaForCausalLM"):

@@ -50,7 +50,6 @@ def test_the_largest_image_is_known_from_either_file_of_a_processor(
 ) -> None:
     settings = vision(max_length=64)
     folder = shutil.copytree(settings["model"], tmp_path / "model")
-    (folder / "preprocessor_config.json").unlink()
     limits = {"size": {"shortest_edge": 784, "longest_edge": 784 * 300}}
     (folder / name).write_text(json.dumps(limits if name.startswith("pre") else {"image_processor": limits}))
     context = CheckContext(collect(), load_config(None, (), {**settings, "model": str(folder)}))

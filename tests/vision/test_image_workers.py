@@ -141,12 +141,37 @@ def test_a_worker_that_hangs_is_given_up(vision: Any, monkeypatch: pytest.Monkey
     worker.suspend()
     monkeypatch.setattr(image_workers, "DEADLINE_S", 0.2)
     try:
-        for number in (1, 2):  # the next sample is not given its answer
-            with pytest.raises(DataError, match="took over 0 s"):
-                reader.read(with_images[number : number + 1])
+        reader.read_ahead(images for _, images in with_images)
+        with pytest.raises(DataError, match="took over 0 s"):
+            reader.read(with_images[1:2])
+        monkeypatch.setattr(image_workers, "DEADLINE_S", 600.0)
+        with pytest.raises(DataError, match="dataloader_num_workers"):  # it is not given the answer to another
+            reader.read(with_images[3:4])
+    finally:
+        began = time.monotonic()
+        reader.end_workers()
+    assert time.monotonic() - began < 60
+    assert not workers_of(os.getpid())
+
+
+@pytest.mark.long
+def test_a_file_that_is_gone_before_it_is_read_is_named(vision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, samples, reader = opened(vision())
+    reader.use_workers(Path(vision()["model"]), torch.float32, 1)
+    with_images = [(sample.place, sample.images) for sample in samples if sample.images]
+
+    def load_too_late(file: str) -> dict[str, torch.Tensor]:
+        (worker,) = [child for loader in workers_of(os.getpid()) for child in loader.children()]
+        worker.kill()
+        psutil.wait_procs([worker], timeout=10)
+        return load_file(file)
+
+    monkeypatch.setattr(image_workers, "load_file", load_too_late)
+    try:
+        with pytest.raises(DataError, match=r"pictures\.jsonl:.*signal 9.*dataloader_num_workers"):
+            reader.read(with_images[:1])
     finally:
         reader.end_workers()
-    assert not workers_of(os.getpid())
 
 
 @pytest.mark.long

@@ -148,13 +148,18 @@ def _run_import(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--to {arguments.to}: this file exists. Give another name.")
         converted.move_to(Path(arguments.to).resolve().parent)
         write_text(Path(arguments.to), converted.as_yaml())
+        for line in (f"written: {arguments.to}", *converted.list_differences()):
+            say(line)
     if arguments.json:
         print_json(converted.as_dict())
     elif arguments.to is None:
         print(converted.as_yaml(), end="")
     for finding in converted.findings:
         say(finding.as_text())
-    return DONE if parsed_run.method in method_names() else InputError.exit_status  # written, but not trainable
+    if parsed_run.method in method_names():
+        return DONE
+    say(f"error: method: {parsed_run.method} is not available yet, so nothing can be trained with these settings.")
+    return InputError.exit_status
 
 
 def _run_settings(arguments: argparse.Namespace) -> int:

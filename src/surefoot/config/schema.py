@@ -159,8 +159,9 @@ class RunConfig(BaseModel):
     dataset_num_proc: Free[int | None] = Field(default=None, ge=0, le=256)
     """Worker processes that render and tokenise; 0 uses the main process. Default: one per CPU core, at most 16."""
     dataloader_num_workers: Free[int | None] = Field(default=None, ge=0, le=64)
-    """Worker processes of each rank that decode and scale the images of the next step while the model computes; 0 does
-    it between the steps. Default: on a GPU the rank's share of the CPU cores less one, at most 4; on a CPU 0."""
+    """Worker processes of each rank that decode and scale images, in SFT those of the next step while the model
+    computes; 0 does it between the steps. Default: on a GPU the rank's share of the CPU cores less one, at most 4; on a
+    CPU 0."""
     chat_template: str | None = None
     """Jinja file to use instead of the tokenizer's own chat template."""
     system: str | None = Field(default=None, min_length=1)

@@ -68,6 +68,11 @@ class PixelReader:
             source = ImageSource(str(folder), self.settings, str(dtype).removeprefix("torch."))
             self._start_workers = partial(ImageWorkers, source, count)
 
+    @property
+    def has_workers(self) -> bool:
+        """Whether images are read by worker processes, started or not."""
+        return self._start_workers is not None
+
     def read_ahead(self, samples: Iterable[Sequence[Image]]) -> None:
         """Let the workers begin to read the images of samples that `read` will ask for. Without workers, do nothing."""
         if self._start_workers is None:

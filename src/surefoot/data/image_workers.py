@@ -19,6 +19,7 @@ from typing import IO, Any
 
 import torch
 from PIL import Image as Pillow
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 from transformers import AutoConfig
@@ -35,13 +36,13 @@ MAX_DEFAULT_WORKERS = 4
 """Number of workers of a rank above which none is started unless the config says so."""
 
 
-def count_workers(requested: int | None, device: torch.device, local_ranks: int) -> int:
-    """Return the number of workers of a rank, one of `local_ranks` on this machine: see `dataloader_num_workers`."""
+def count_workers(requested: int | None, device: torch.device, num_ranks: int) -> int:
+    """Return the number of workers of a rank, one of `num_ranks` on its cores: see `dataloader_num_workers`."""
     if requested is not None:
         return requested
     if device.type == "cpu":  # they would take the cores that the model computes on
         return 0
-    return min(max(len(os.sched_getaffinity(0)) // local_ranks - 1, 0), MAX_DEFAULT_WORKERS)
+    return min(max(len(os.sched_getaffinity(0)) // num_ranks - 1, 0), MAX_DEFAULT_WORKERS)
 
 
 def read_pixels(
@@ -49,6 +50,7 @@ def read_pixels(
 ) -> dict[str, Tensor]:
     """Return the tensors of a sample's images, those of floating point in `dtype` unless theirs is smaller.
 
+    Pixels that the processor does not normalise stay as they are: the model computes with them before it casts them.
     Raises: DataError for an image that cannot be read or has changed.
     """
     pictures: list[Pillow.Image] = []
@@ -59,6 +61,8 @@ def read_pixels(
     finally:
         for picture in pictures:
             picture.close()
+    if not processor.normalizes:
+        return tensors
     return {
         name: tensor.to(dtype) if tensor.is_floating_point() and tensor.itemsize > dtype.itemsize else tensor
         for name, tensor in tensors.items()
@@ -98,21 +102,20 @@ class ImageWorkers:
 
     def _read(self, images: Sequence[Image]) -> dict[str, Tensor]:
         deadline, path = time.monotonic() + DEADLINE_S, images[0].path
+        number = self._idle.get_nowait()  # there are as many as threads
+        pipe = self._processes.pipes[number]
         try:
-            number = self._idle.get(timeout=DEADLINE_S)
-            pipe = self._processes.pipes[number]
             pipe.send(json.dumps([asdict(image) for image in images]).encode(), deadline)
             answer = json.loads(pipe.receive(deadline))
-        except (BrokenPipeError, EOFError) as error:
-            self._idle.put(number)  # so that the next sample fails at once
-            raise DataError(f"{path}: {self._describe_end(number)}") from error
-        except (TimeoutError, queue.Empty) as error:  # that worker gets no other sample, as it may still answer
-            raise DataError(f"{path}: reading it took over {DEADLINE_S:.0f} s.") from error
-        try:
             if "error" in answer:
                 raise DataError(answer["error"])
             tensors: dict[str, Tensor] = load_file(answer["file"])
             return tensors
+        except TimeoutError as error:
+            self._processes.kill()  # a worker that answers later would answer the next sample
+            raise DataError(f"{path}: reading it took over {DEADLINE_S:.0f} s.") from error
+        except (OSError, EOFError, SafetensorError) as error:
+            raise DataError(f"{path}: {self._describe_end(number)}") from error
         finally:
             self._idle.put(number)  # its next answer replaces the file
 
@@ -141,10 +144,13 @@ class _Worker:
             self._file.close()
         try:
             tensors = read_pixels([image_of(image) for image in images], self._processor, self._settings, self._dtype)
+            self._file = os.fdopen(os.memfd_create("images"), "wb")
+            self._file.write(save({name: tensor.contiguous() for name, tensor in tensors.items()}))
+            self._file.flush()
         except DataError as error:
             return {"error": str(error)}
-        self._file = os.fdopen(os.memfd_create("images"), "wb", buffering=0)
-        self._file.write(save({name: tensor.contiguous() for name, tensor in tensors.items()}))
+        except OSError as error:
+            return {"error": f"{images[0]['path']}: its pixels find no place in memory: {error.strerror}."}
         return {"file": f"/proc/{os.getpid()}/fd/{self._file.fileno()}"}
 
 

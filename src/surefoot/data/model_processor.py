@@ -82,6 +82,11 @@ class ModelProcessor:
         self._positions = _PositionSource.of(config)
 
     @property
+    def normalizes(self) -> bool:
+        """Whether its pixels are normalised: otherwise the model does it (Gemma 4)."""
+        return bool(getattr(self.image_processor, "do_normalize", True))
+
+    @property
     def has_cells(self) -> bool:
         """Whether its pictures are grids of cells whose number `ImageSettings.cells` computes, a token each."""
         if type(self.image_processor) is not Qwen2VLImageProcessorPil or self._positions is None:

@@ -76,6 +76,11 @@ class World:
         """Return the largest number of ranks on one machine. Collective."""
         return int(max(self.gather(self.local_rank))) + 1
 
+    def count_ranks_on_own_cores(self) -> int:
+        """Return the number of ranks of this machine that may use the same CPU cores as this one. Collective."""
+        cores = sorted(os.sched_getaffinity(0))
+        return len({local_rank for local_rank, theirs in self.gather([self.local_rank, cores]) if theirs == cores})
+
     def barrier(self) -> None:
         """Wait until all ranks reach the barrier."""
         if self.size > 1:

@@ -25,8 +25,8 @@ PAGES = {
         "the name of this machine leads back to itself",
         "Other machines would connect to the address of its host name, or of rdzv_endpoint, and that address is on the "
         "loopback interface.",
-        "In /etc/hosts, replace 127.0.1.1 by the machine's own address, or set GLOO_SOCKET_IFNAME and "
-        "NCCL_SOCKET_IFNAME.",
+        "In /etc/hosts, replace the loopback address of its name by the machine's own address, or set "
+        "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.",
         ("ray-project/ray#37461", "meta-pytorch/data#1142"),
         severity="error",
     ),

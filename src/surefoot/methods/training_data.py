@@ -137,17 +137,22 @@ class RunData:
             self.check_prepared()
             step = self.order.step(position)
             part = self.layout.data_rank, self.layout.data_size
-            self._read_images_ahead(step)
+            self._read_ahead(step)
             batches = list(micro_batches(step.sequences, self.train, self._rows_each, *part, self.reader))
-            if self.train.preparation.is_complete:  # else the next step may have to wait for its rows
-                self._read_images_ahead(self.order.step(step.next_position))
+            self._read_ahead_of_next(step)
             return step, batches
 
         return self._read_batches(read_step)
 
-    def _read_images_ahead(self, step: StepBatch) -> None:
+    def _read_ahead_of_next(self, step: StepBatch) -> None:
+        """Let the workers begin with the images of the next step, if there is one and its rows are prepared already."""
+        is_last = self._config.is_over(0, step.epoch)
+        if self.reader is not None and self.reader.has_workers and self.train.preparation.is_complete and not is_last:
+            self._read_ahead(self.order.step(step.next_position))
+
+    def _read_ahead(self, step: StepBatch) -> None:
         """Let the workers begin with the images of this rank's part of a step."""
-        if self.reader is not None:
+        if self.reader is not None and self.reader.has_workers:
             rows = step.sequences[self.layout.data_rank :: self.layout.data_size]
             self.reader.read_ahead(self.train.sample(*key).images for row in rows for key in row)
 

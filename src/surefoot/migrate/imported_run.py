@@ -90,13 +90,18 @@ class ImportedRun:
         lines = [f"# Made by `surefoot import` from a run of {self.program}."]
         lines += [f"{name}: {_dump_yaml(value)}  # {_escape_line(origin)}" for name, (value, origin) in
                   self.settings.items()]  # fmt: skip
-        for setting, why in self.left_out.items():
-            kind = "not given" if setting.endswith(NOT_GIVEN) else "not carried"
-            lines.append(f"# {kind}: {_escape_line(setting.removesuffix(NOT_GIVEN))}: {why}")
-        lines += [f"# not known: {_escape_line(setting)}" for setting in self.unknown]
+        lines += [f"# {line}" for line in self.list_differences()]
         lines += [f"# not needed here: {', '.join(self.not_needed)}"] if self.not_needed else []
         lines += [f"# environment, as before: {name}={_escape_line(value)}" for name, value in self.variables.items()]
         return "\n".join(lines) + "\n"
+
+    def list_differences(self) -> list[str]:
+        """Return a line for each setting that is not carried, not given or not known."""
+        lines = []
+        for setting, why in self.left_out.items():
+            kind = "not given" if setting.endswith(NOT_GIVEN) else "not carried"
+            lines.append(f"{kind}: {_escape_line(setting.removesuffix(NOT_GIVEN))}: {why}")
+        return lines + [f"not known: {_escape_line(setting)}" for setting in self.unknown]
 
     def as_dict(self) -> dict[str, Any]:
         return {

@@ -224,7 +224,10 @@ def grouped_linear_dw(dy: Tensor, x: Tensor, groups: Groups, scale: float = 1.0)
 
 
 def _alone(x: Tensor, rows: slice, begin: int, end: int) -> Tensor:
-    """Return some rows of x in which those outside of the group `[begin, end)` are zero."""
+    """Return some rows of x in which those outside of the group `[begin, end)` are zero.
+
+    In a product with the same rows of another tensor they add nothing, unless a value there is not finite.
+    """
     if rows == slice(begin, end):
         return x[rows]
     alone = x.new_zeros(rows.stop - rows.start, x.shape[1])

@@ -23,11 +23,10 @@ from surefoot.system.pinned_copy import send
 GRID = "image_grid_thw"
 """Argument of a model that holds the patches of each image along time, height and width."""
 HELPERS = {function for name, function in vars(vision_utils).items() if name.startswith("get_")}
-"""Functions of transformers whose first argument is a grid, or the segments made of one, and which read its numbers."""
+"""Functions of transformers that read the numbers of their first argument: a grid, sizes, or segments made of them."""
 READ_AS_NUMBERS = frozenset(
-    {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v",
-     "kimi_k25"}
-)  # fmt: skip
+    {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v"}
+)
 """Types of models whose `get_image_features` hands the grid to the tower and reads its numbers, and nothing else."""
 _ON_HOST = WeakIdKeyDictionary()
 """Copy on the host of each grid, or segments made of one, that is on a device."""
@@ -82,12 +81,14 @@ def _plug_in_helpers(namespace: dict[str, Any]) -> None:
 
 def _computing_on_host(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
-    def compute(grid: Tensor, *args: Any, **options: Any) -> Any:
-        known = _ON_HOST.get(grid)
-        if known is None:
-            return function(grid, *args, **options)
-        results = function(known, *args, **options)
-        return tree_map_only(Tensor, lambda result: send_known(result, grid.device), results)
+    def compute(*args: Any, **options: Any) -> Any:
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        known = _ON_HOST.get(first) if first is not None else None
+        if first is None or known is None:
+            return function(*args, **options)
+        device = first.device
+        results = function(known, *args[1:], **options)
+        return tree_map_only(Tensor, lambda result: send_known(result, device), results)
 
     return compute
 

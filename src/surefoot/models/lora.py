@@ -242,11 +242,16 @@ def _describe_missing_target(target: str, groups: dict[str, list[str]], model: P
     near = difflib.get_close_matches(target, [*GROUPS, *sorted(endings)], n=5, cutoff=0.4)
     leaf_names = sorted({name.split(".")[-1] for name in names})
     has_stacks = any(name.rpartition(".")[0].endswith("experts") for name in names)
+    has_stacks &= "experts." in target or target.rpartition(".")[2] in PARTS_OF_EXPERTS
     fused = "The experts of this model are fused tensors: the group `experts` adapts them. " if has_stacks else ""
     return (
         f"target_modules: '{target}' matches nothing in {model_name}. {fused}Nearest: {', '.join(near) or 'none'}. "
         f"Linear modules and expert stacks: {', '.join(leaf_names)}. Groups: {', '.join(GROUPS)}."
     )
+
+
+PARTS_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Names of the linear layers of experts that are not fused."""
 
 
 def checked_targets(model: PreTrainedModel, settings: LoraSettings) -> LoraTargets:

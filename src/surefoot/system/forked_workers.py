@@ -100,6 +100,7 @@ def fork_workers(load: Callable[[Any], Answer]) -> None:
         if status:
             with suppress(BrokenPipeError):
                 print(json.dumps({"worker": number, "status": os.waitstatus_to_exitcode(status)}), flush=True)
+    os._exit(0)  # without the teardown of libraries, which may print
 
 
 def _free_memory() -> None:

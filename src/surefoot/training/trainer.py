@@ -335,7 +335,7 @@ def _load_train_context(
     reader = opened.data.reader
     if reader is not None:
         check_images(train_context, reader, run.loaded.where("model"))
-        num_workers = count_workers(config.dataloader_num_workers, device, ranks.count_local_ranks())
+        num_workers = count_workers(config.dataloader_num_workers, device, ranks.count_ranks_on_own_cores())
         reader.use_workers(base, tower_dtype(train_context.model), num_workers)
     train_context = replace(train_context, phase=run.phases)
     for text in describe_model(train_context, config, base, tokenizer):

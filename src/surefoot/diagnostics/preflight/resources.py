@@ -204,15 +204,12 @@ def _read_image_limits(run: RunConfig) -> tuple[int, int]:
             return 0, 1
         if run.max_pixels is not None:
             return run.max_pixels, side
-        names = (
-            "preprocessor_config.json",
-            "processor_config.json",
-        )  # transformers 5 saves a whole processor in one file
-        processor = next(_read_json(folder / name) for name in names if (folder / name).is_file())
-        processor = processor.get("image_processor", processor)
+        whole = folder / "processor_config.json"  # transformers reads it first
+        processor = _read_json(whole).get("image_processor") if whole.is_file() else None
+        processor = processor or _read_json(folder / "preprocessor_config.json")
         size = processor.get("size") or {}
         return int(processor.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or 0), side
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return 0, 1
 
 

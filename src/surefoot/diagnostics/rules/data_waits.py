@@ -20,8 +20,7 @@ CAUSES: dict[Activity, str] = {
 OWN_FIXES: dict[Activity, str] = {
     "workers": "Raise dataset_num_proc (dataloader_num_workers for images), up to the number of cores. Later runs with "
     "the same data read the cache.",
-    "own process": "Set dataloader_num_workers to 4, for example, which reads images ahead of the step. Or lower "
-    "max_pixels.",
+    "own process": "If rows have images, raise dataloader_num_workers, which reads them ahead, or lower max_pixels.",
     "storage": "Copy the data to a local disk, and set SUREFOOT_CACHE to a folder on one.",
 }
 """Remedies in a run of `surefoot train`."""
