@@ -71,7 +71,7 @@ def read_pixels(
 
 @dataclass(frozen=True)
 class ImageSource:
-    """What a worker reads images with."""
+    """Folder, settings and type with which a worker reads images."""
 
     folder: str
     """Folder of the model, with its processor."""
@@ -113,7 +113,10 @@ class ImageWorkers:
             return tensors
         except TimeoutError as error:
             self._processes.kill()  # a worker that answers later would answer the next sample
-            raise DataError(f"{path}: reading it took over {DEADLINE_S:.0f} s.") from error
+            raise DataError(
+                f"{path}: reading it took over {DEADLINE_S:.0f} s, so its process was ended. Copy the images to a "
+                "local disk if their storage is slow; with dataloader_num_workers: 0 the training process reads them."
+            ) from error
         except (OSError, EOFError, SafetensorError) as error:
             raise DataError(f"{path}: {self._describe_end(number)}") from error
         finally:
@@ -150,7 +153,10 @@ class _Worker:
         except DataError as error:
             return {"error": str(error)}
         except OSError as error:
-            return {"error": f"{images[0]['path']}: its pixels find no place in memory: {error.strerror}."}
+            return {
+                "error": f"{images[0]['path']}: its pixels cannot be stored in memory: {error.strerror}. Lower "
+                "max_pixels or dataloader_num_workers."
+            }
         return {"file": f"/proc/{os.getpid()}/fd/{self._file.fileno()}"}
 
 

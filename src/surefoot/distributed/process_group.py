@@ -79,7 +79,7 @@ class World:
     def count_ranks_on_own_cores(self) -> int:
         """Return the number of ranks of this machine that may use the same CPU cores as this one. Collective."""
         cores = sorted(os.sched_getaffinity(0))
-        return len({local_rank for local_rank, theirs in self.gather([self.local_rank, cores]) if theirs == cores})
+        return len({rank for rank, its_cores in self.gather([self.local_rank, cores]) if its_cores == cores})
 
     def barrier(self) -> None:
         """Wait until all ranks reach the barrier."""

@@ -215,7 +215,11 @@ def grouped_linear_dw(dy: Tensor, x: Tensor, groups: Groups, scale: float = 1.0)
     is_thin = x.shape[1] < dy.shape[1]
     for group, begin, end in groups.spans:
         rows = _window(x, begin, end)
-        left, right = (dy[rows], _alone(x, rows, begin, end)) if is_thin else (_alone(dy, rows, begin, end), x[rows])
+        left, right = (
+            (dy[rows], _zero_outside(x, rows, begin, end))
+            if is_thin
+            else (_zero_outside(dy, rows, begin, end), x[rows])
+        )
         if is_thin:  # a thin product is several times faster on the CPU with its short side as rows
             dw[group].t().copy_(torch.mm(right.t(), left)).mul_(scale)
         else:
@@ -223,16 +227,16 @@ def grouped_linear_dw(dy: Tensor, x: Tensor, groups: Groups, scale: float = 1.0)
     return dw
 
 
-def _alone(x: Tensor, rows: slice, begin: int, end: int) -> Tensor:
+def _zero_outside(x: Tensor, rows: slice, begin: int, end: int) -> Tensor:
     """Return some rows of x in which those outside of the group `[begin, end)` are zero.
 
     In a product with the same rows of another tensor they add nothing, unless a value there is not finite.
     """
     if rows == slice(begin, end):
         return x[rows]
-    alone = x.new_zeros(rows.stop - rows.start, x.shape[1])
-    alone[begin - rows.start : end - rows.start] = x[begin:end]
-    return alone
+    rows_of_group = x.new_zeros(rows.stop - rows.start, x.shape[1])
+    rows_of_group[begin - rows.start : end - rows.start] = x[begin:end]
+    return rows_of_group
 
 
 def grouped_dot(dy: Tensor, bias: Tensor, groups: Groups) -> Tensor:

@@ -83,11 +83,11 @@ def _computing_on_host(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def compute(*args: Any, **options: Any) -> Any:
         first = args[0] if args and isinstance(args[0], Tensor) else None
-        known = _ON_HOST.get(first) if first is not None else None
-        if first is None or known is None:
+        on_host = _ON_HOST.get(first) if first is not None else None
+        if first is None or on_host is None:
             return function(*args, **options)
         device = first.device
-        results = function(known, *args[1:], **options)
+        results = function(on_host, *args[1:], **options)
         return tree_map_only(Tensor, lambda result: send_known(result, device), results)
 
     return compute

@@ -23,7 +23,7 @@ from surefoot.system.process import PYTHON
 STATUS_WITHIN_S = 5.0
 """Seconds until the exit status of a worker that has ended must be known."""
 Answer = Callable[[Any], dict[str, Any]]
-"""What a worker does with a job."""
+"""Function of a worker that does a job and returns the answer."""
 
 
 class ForkedWorkers:
