@@ -50,6 +50,26 @@ def test_other_commands_of_a_script_are_named(tmp_path: Path) -> None:
     assert others == ["swift rollout --model m", "swift sft --model other --dataset d"]
 
 
+def test_options_that_a_comment_cuts_off_are_named(tmp_path: Path) -> None:
+    script = "swift sft --model m \\\n  --dataset d \\\n  # --seed 1 \\\n  --lora_rank 64 --max_length 99\n"
+    run = import_file(tmp_path / "run.sh", script)
+    assert "lora_rank" not in get_values(run)  # a shell does not pass it either
+    assert "a comment or an empty line above it ends the command" in run.left_out["--lora_rank 64 --max_length 99"]
+
+
+@pytest.mark.parametrize(
+    "word", ["\u2014-lora_rank", "\u2014lora_rank", "\uff0d\uff0dseed", "\u2013\u2013lora_rank=8", "-\u2013seed"]
+)
+def test_an_option_with_another_dash_is_refused(word: str) -> None:
+    with pytest.raises(ConfigError, match=r"begins with a dash that is not `-`.*Write --(lora_rank|seed)\."):
+        parse_run(["swift", "sft", "--model", "m", "--dataset", "d", word, "8"])
+
+
+def test_a_dash_in_a_value_is_a_value() -> None:
+    run = parse_run(["swift", "sft", "--model", "m", "--dataset", "d", "--system", "\u2014answer", "\u2014"])
+    assert run.settings["system"] == ["\u2014answer", "\u2014"]
+
+
 def test_a_shell_script_is_read_as_a_shell_reads_it(tmp_path: Path) -> None:
     script = """
     MODEL=${MODEL:-Qwen/Qwen3-0.6B}

@@ -171,6 +171,24 @@ def test_no_sample_is_longer_than_a_table_of_positions(
     assert result.examples["skipped"] > 0
 
 
+@pytest.mark.parametrize(
+    ("max_length", "characters", "advice"),
+    [
+        (32, 64, r"Set max_length: \d+, or truncation: drop"),
+        (32, 512, "Set max_length: 256, which is all that the model has positions for, and truncation: drop"),
+        (256, 512, "The model has positions for 256 tokens, so truncation: drop"),
+    ],
+)
+def test_the_advice_on_long_rows_stays_within_the_models_positions(
+    settings: dict[str, Any], tmp_path: Path, max_length: int, characters: int, advice: str
+) -> None:
+    rows = [{"query": "how", "response": "x" * characters}, {"query": "how", "response": "so"}]
+    data = str(write_jsonl(tmp_path / "long.jsonl", rows))
+    report = surefoot.describe_data({**settings, "dataset": data, "max_length": max_length})
+    assert report.refusal is not None
+    assert re.search(rf"the longest long\.jsonl:1 .*{advice}", report.refusal), report.refusal
+
+
 def test_a_part_of_the_data_is_held_out(settings: dict[str, Any], tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "all.jsonl", counting_rows(60))
     result, seen = run(settings, dataset=str(data), eval_fraction=0.25, max_steps=1)

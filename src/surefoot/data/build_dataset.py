@@ -90,6 +90,7 @@ def open_dataset(
         truncation=config.truncation,
         limit_name=limit,
         limit_advice=advice,
+        largest_limit=context - added if context is not None else None,
         train_on="all" if config.row.is_prompt else config.train_on,
         image_token=renderer.images.token_id if renderer.images is not None and not config.row.is_prompt else None,
         skip_bad_rows=config.on_bad_row == "skip",

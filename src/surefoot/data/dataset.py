@@ -220,7 +220,7 @@ class Dataset:
         raise DataError(
             f"{num_long} of {num_rows} rows are longer than {options.limit}: the first is {first}, the longest "
             f"{longest[1]} with {longest[0]} tokens. {why} "
-            f"{options.limit_advice or f'Set {options.limit_name}: {longest[0]}'}, or truncation: drop (leave them out)"
+            f"{options.advise(longest[0])} truncation: drop (leave them out)"
             f"{cut if with_images < num_long else ''} ({self._where})."
         )
 
@@ -326,9 +326,9 @@ class Dataset:
                 first = int(long_samples[0])
                 images = int(shard.image_counts[first])
                 with_images = f" with {images} image{'s' * (images > 1)}" if images else ""
-                smaller = ", lower max_pixels" if images else ""
+                smaller = ", or lower max_pixels" if images else ""
                 cut = "" if images else " or left" if self.has_prompts else " or right"
-                advice = f"{options.limit_advice or 'Raise it'}{smaller}, or set truncation: drop{cut}"
+                advice = f"{options.advise(int(shard.lengths[first]))} truncation: drop{cut}{smaller}"
                 raise DataError(
                     f"{self._locate(ref, int(shard.lines[first]))}: {shard.lengths[first]} tokens{with_images}, longer "
                     f"than {options.limit}. {advice} ({self._where})."

@@ -24,6 +24,8 @@ class SampleOptions:
     """Name of the setting that `max_length` comes from."""
     limit_advice: str = ""
     """Advice on making room for longer rows, where it is not to raise that setting."""
+    largest_limit: int | None = None
+    """Largest `max_length` that the model has positions for; None if it has no limit."""
     train_on: TrainOn = "assistant"
     image_token: int | None = None
     """Token in whose places images stand. It is never trained; None for text alone, and for prompts."""
@@ -39,6 +41,16 @@ class SampleOptions:
     def limit(self) -> str:
         """The limit as messages quote it."""
         return f"{self.limit_name}={self.max_length}"
+
+    def advise(self, longest: int) -> str:
+        """Return the advice on making room for rows of up to `longest` tokens, as far as the model has positions."""
+        if self.limit_advice:
+            return f"{self.limit_advice}, or"
+        if self.largest_limit is None or longest <= self.largest_limit:
+            return f"Set {self.limit_name}: {longest}, or"
+        if self.largest_limit <= self.max_length:
+            return f"The model has positions for {self.largest_limit} tokens, so"
+        return f"Set {self.limit_name}: {self.largest_limit}, which is all that the model has positions for, and"
 
     def kept_range(self, length: int) -> tuple[int, int]:
         """Return the range of a sample's tokens that is kept."""

@@ -16,6 +16,11 @@ HYDRA_OPTION = re.compile(r"^\w+=")
 SHORT_OPTION = re.compile(r"^-[A-Za-z]")
 UNKNOWN_WORD = re.compile(rf"^{UNSET}(@|\*|\{{?\w+\[[@*]\]\}}?$)")
 """`$@`, or the words of an array that the script does not set: options that cannot be known."""
+DASHES = "\u2010-\u2015\u2212\uff0d"
+TYPOGRAPHIC_OPTION = re.compile(
+    rf"^(?=-*[{DASHES}])(?:[-{DASHES}]{{2,}}([A-Za-z]\w*)|[{DASHES}]([A-Za-z]\w*_\w+))(?:=|$)"
+)
+"""An option with dashes that text programs and input methods put in the place of `--`."""
 WHICH_OUTPUT = re.compile(r"\$\(which (\S+)\)")
 """`$(which swift)`, as scripts write it for torchrun."""
 LAUNCHER_OPTIONS = {"nproc_per_node": "nproc_per_node", "num_processes": "nproc_per_node", "num_gpus": "nproc_per_node",
@@ -236,12 +241,17 @@ def parse_options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the options by name, and the words that may expand to further options.
 
     Forms: `--name value ...`, `--name=value`, `--flag` and Hydra's `name=value`. The name of `-x` includes its dash.
-    Words before the first name belong to the name "".
+    Words before the first name belong to the name "". Raises: ConfigError for an option with a typographic dash.
     """
     options: dict[str, Any] = {}
     unknown_words: list[str] = []
     name = ""
     for word in words:
+        if match := TYPOGRAPHIC_OPTION.match(word):
+            raise ConfigError(
+                f"{word[:80]}: begins with a dash that is not `-`, so no program takes it for an option. Write "
+                f"--{match[1] or match[2]}."
+            )
         if UNKNOWN_WORD.match(word) or (word.startswith(UNSET) and options.get(name, "") is not True):
             unknown_words.append(restore_dollars(word))
         elif word.startswith("--") or (HYDRA_OPTION.match(word) and not name):

@@ -24,8 +24,11 @@ from surefoot.migrate.python_script import read_python_script
 from surefoot.migrate.shell import ASSIGNMENT, UNSET, extract_heredocs, extract_script, parse_commands, restore_dollars
 
 IGNORED_COMMANDS = frozenset({"echo", "printf", "cat", "ls", "cd", "source", "."})
-
-
+CUT_OFF = (
+    "a comment or an empty line above it ends the command, so a shell does not pass it either: move it up to the other "
+    "options, or delete it"
+)
+"""Note on options that stand alone, after the command of the run."""
 DEEPSPEED_JSON_KEYS = frozenset(
     "activation_checkpointing aio amp autotuning bf16 checkpoint comms_logger communication_data_type compression "
     "csv_monitor data_efficiency data_types dump_state elasticity flops_profiler fp16 fp32_allreduce "
@@ -131,6 +134,8 @@ def _read_script(path: Path, text: str) -> ParsedRun:
     try:
         for command in parse_commands(text):
             words = command.words
+            if run is not None and words[0].startswith("--"):
+                run.notes[restore_dollars(" ".join(words))[:80]] = CUT_OFF
             if words[0] in IGNORED_COMMANDS or (find_command(words) is None and not is_server_command(words)):
                 continue
             if run is not None or find_command(words) is None:
