@@ -258,6 +258,13 @@ def test_a_byte_that_is_no_utf_8_is_named_with_its_line(tmp_path: Path) -> None:
         load_config(path, ())
 
 
+def test_a_config_in_the_encoding_of_chinese_systems_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(BASE.encode() + "system: 你是一个有用的助手，请回答我的问题\n".encode("gb18030"))
+    with pytest.raises(ConfigError, match=r"run\.yaml:4: .*It looks like GB18030.* iconv -f GB18030"):
+        load_config(path, ())
+
+
 def test_a_date_is_a_text_on_the_command_line() -> None:
     """A shell takes quotes away."""
     settings = {name: value for name, value in WORKING.items() if name != "output_dir"}

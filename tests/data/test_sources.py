@@ -210,6 +210,8 @@ def test_a_column_that_no_format_has_is_named(tmp_path: Path) -> None:
 def test_what_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.jsonl .*exist.*\(run\.yaml:2\)"):
         find(tmp_path / "none.jsonl")
+    with pytest.raises(DataError, match=r"exist\. '，' is part of the name: write a list as \[a\.jsonl, b\.jsonl\]"):
+        find(tmp_path / "a.jsonl，b.jsonl")
     with pytest.raises(DataError, match=r"holds no \.jsonl"):
         find(tmp_path)
     with pytest.raises(DataError, match=r"\*\.jsonl: .*pattern"):

@@ -18,6 +18,7 @@ from yaml.reader import ReaderError
 
 from surefoot.config.yaml_typos import find_typo
 from surefoot.errors import ConfigError
+from surefoot.system.encodings import describe_encoding
 
 MOST_BYTES = 1 << 20
 """Size of the largest file that is read as a config, a script or a chat template."""
@@ -163,7 +164,7 @@ def read_text(path: Path, shown: str = "") -> str:
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ConfigError(
-            f"{shown}:{line}: not UTF-8: byte 0x{error.object[error.start]:02x}. Save it as UTF-8."
+            f"{shown}:{line}: not UTF-8: byte 0x{error.object[error.start]:02x}. {describe_encoding(error.object)}."
         ) from error
     except ValueError as error:  # a name with a NUL
         raise ConfigError(f"{shown}: cannot be read: {error}.") from error

@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import chain, islice
 from typing import IO, Any
 
-from surefoot.data.encodings import describe_encoding
 from surefoot.data.rows import MAX_DEPTH, MAX_ROW_BYTES, READ_BYTES, Broken, Row, lines_of, too_long
+from surefoot.system.encodings import describe_encoding
 from surefoot.system.json_files import nesting_depth
 
 TOO_DEEP = f"more than {MAX_DEPTH} JSON values inside each other, so it is no row of training data"

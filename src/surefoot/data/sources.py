@@ -27,6 +27,9 @@ DATA_SETTINGS: tuple[DataSetting, ...] = ("dataset", "eval_dataset")
 """Settings that name data files."""
 SPLIT = re.compile(r"^(?P<name>[\w.-]*)(\[(?P<begin>-?\d{1,12}%?)?:(?P<end>-?\d{1,12}%?)?\])?$", re.ASCII)
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval", "training", "testing", "evaluation")
+CHINESE_MARKS = "\uff0c\u3001\uff1b\u201c\u201d\u2018\u2019"
+"""Commas, semicolons and quotes that an input method types, and that YAML takes for letters."""
+GIVE_DATA = "Give a file, a folder, a pattern such as data/*.jsonl, or a hub id"
 NOT_DATA = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json", "config.json")
 """Names of files that `datasets` and LLaMA-Factory write beside data."""
 
@@ -172,9 +175,9 @@ def _find_local_files(text: str, split: str) -> tuple[Path, ...]:
     try:
         path.stat()
     except FileNotFoundError:
-        raise _BadSource(
-            f"dataset {text} does not exist. Give a file, a folder, a pattern such as data/*.jsonl, or a hub id"
-        ) from None
+        odd = next((character for character in CHINESE_MARKS if character in text), None)
+        hint = f"{odd!r} is part of the name: write a list as [a.jsonl, b.jsonl]" if odd else GIVE_DATA
+        raise _BadSource(f"dataset {text} does not exist. {hint}") from None
     except OSError as error:
         raise _BadSource(f"dataset {text} cannot be read: {error.strerror or error}") from error
     _check_kind(path)

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from surefoot.data.encodings import describe_encoding
 from surefoot.data.rows import MAX_ROW_BYTES, Broken, Row
 from surefoot.errors import DataError
+from surefoot.system.encodings import describe_encoding
 
 OTHER_SEPARATORS = ";\t|"
 ROWS_AT_ONCE = 32
