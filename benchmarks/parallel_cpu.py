@@ -123,8 +123,7 @@ def rank_steps(folder: Path, tuning: str) -> dict[str, list[float]]:
             return float(value.detach())
 
         def our_step(batch: Any) -> float:
-            tokens, trained, weight = ranks.sum(counts_of([batch]))
-            totals = BatchTotals(round(tokens), round(trained), weight)
+            totals = BatchTotals.of(ranks.sum(counts_of([batch])))
             return train_step([batch], totals, train_context, learning_rate=1e-4, max_grad_norm=1.0).loss
 
         seconds: dict[str, list[float]] = {"ddp": [], "zero2": []}

@@ -250,8 +250,7 @@ def ours(
     context = TrainContext(built.model, parameters, optimizer, SftObjective(built, 0.0), SINGLE_PROCESS, device)
 
     def step(packs: list[MicroBatch]) -> float:
-        tokens, trained, weight = counts_of(packs)
-        totals = BatchTotals(round(tokens), round(trained), weight)
+        totals = BatchTotals.of(counts_of(packs))
         on_device = [pack.to(device) for pack in packs]
         return train_step(on_device, totals, context, learning_rate=1e-4, max_grad_norm=1.0).loss
 

@@ -46,6 +46,8 @@ def test_every_name_that_is_read_is_in_it() -> None:
         {"report_to": ["wandb"], "dtype": "bf16", "zero_stage": 3, "expert_parallel_size": "auto"},
         {"method": "grpo", "reward_funcs": "length", "num_generations": 4, "global_batch_size": 4},
         {"method": "grpo", "reward_funcs": [{"func": "length", "weight": 1}], "scale_rewards": False, "stop": "\n"},
+        {"method": "dpo", "loss_type": "ipo", "beta": 0.2},
+        {"method": "dpo", "loss_type": ["sigmoid", "hinge"], "loss_weights": [1, 0.5]},
         {"phase_timeout_s": {"save": 900}, "bf16": True},
         {"fp16": False, "tensor_parallel_size": False},
     ],
@@ -61,7 +63,7 @@ def test_it_accepts_what_is_read(changes: dict[str, Any]) -> None:
         {"lora_rnk": 8},
         {"lora_rank": "many"},
         {"lora_rank": 0},
-        {"method": "dpo"},
+        {"method": "ppo"},
         {"dataset": {"path": "a", "wieght": 2}},
         {"packing": 1},
         {"zero_stage": 4},
@@ -81,8 +83,11 @@ def test_what_must_be_set_may_have_the_name_of_another_program() -> None:
 
 def test_each_setting_is_described_with_the_methods_that_have_it() -> None:
     described = describe_settings()
-    assert set(described) == set(known_fields())
+    assert {key.partition(" (")[0] for key in described} == set(known_fields())
     assert all(about["description"] for about in described.values())
     assert described["method"]["enum"] == list(BUILT_IN)
     assert "methods" not in described["lora_rank"]
     assert described["num_generations"]["methods"] == ["grpo"]
+    assert described["beta"]["methods"] == ["grpo"]
+    assert described["beta (dpo)"]["methods"] == ["dpo"]
+    assert described["beta (dpo)"]["default"] == 0.1

@@ -12,6 +12,7 @@ import pytest
 
 from surefoot.config import RunConfig, changed_fields, known_fields, load_config
 from surefoot.config.documents import MOST_BYTES, parse_json, parse_yaml
+from surefoot.config.methods import methods_with
 from surefoot.config.paths import FOLDERS
 from surefoot.errors import ConfigError
 from tests.support.processes import surefoot
@@ -113,10 +114,11 @@ def test_settings_of_any_type_refuse_or_take_any_value(tmp_path: Path, field: st
 
 
 def test_no_number_of_a_config_is_infinite_or_none(tmp_path: Path) -> None:
+    owners = {"grpo": "method: grpo\nreward_funcs: [length]\n", "dpo": "method: dpo\n"}
     for name, field in known_fields().items():
         if field.annotation is float or field.annotation == float | None:
             for value in (".nan", ".inf", "-.inf", "1e999"):
-                own = "" if name in RunConfig.model_fields else "method: grpo\nreward_funcs: [length]\n"
+                own = "" if name in RunConfig.model_fields else owners[methods_with(name)[0]]
                 assert f"{name}=" in refusal(tmp_path, f"{own}{name}: {value}\n")
     assert "phase_timeout_s" in refusal(tmp_path, "phase_timeout_s: {save: .nan}\n")
     assert "reward_weights" in refusal(tmp_path, "method: grpo\nreward_funcs: [length]\nreward_weights: [.nan]\n")

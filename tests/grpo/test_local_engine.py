@@ -190,7 +190,7 @@ def test_completions_tell_the_experts_that_training_would_choose(
             logprobs(batch)
         chosen = torch.stack([layer.index for layer in layers], dim=1)
         assert batch.experts is not None
-        last = [int(batch.token_at[batch.completion == number][-1]) for number in range(len(made))]
+        last = [int(batch.token_at[batch.answer_of == number][-1]) for number in range(len(made))]
         told = [token for token in range(batch.ids.shape[1]) if token not in last]
         assert bool((batch.experts[last] == -1).all())  # no forward has seen it
         assert torch.equal(batch.experts[told].long(), chosen[told])

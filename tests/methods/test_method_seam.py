@@ -78,7 +78,7 @@ def test_it_is_planned(settings: dict[str, Any], packages: Path) -> None:
 
 def test_its_settings_are_listed_and_checked(settings: dict[str, Any], packages: Path) -> None:
     listed = json.loads(surefoot("settings", settings, packages, "--json").stdout)
-    assert listed["method"]["enum"] == ["sft", "grpo", "margin"]
+    assert listed["method"]["enum"] == ["sft", "grpo", "dpo", "margin"]
     assert listed["margin"]["methods"] == ["margin"]
     assert listed["margin"]["default"] == 1.0
     assert listed["margin"]["description"]

@@ -253,8 +253,8 @@ def test_what_is_not_carried_is_told_beside_the_file(tmp_path: Path, capsys: pyt
     assert any(line.startswith("not carried: neftune_noise_alpha") for line in told)
     assert "not known: modle = x" in told
     target.unlink()
-    assert cli.main(["import", "--to", str(target), "--", "swift", "rlhf", "--rlhf_type", "dpo", *words[:4]]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: method: dpo is not available")
+    assert cli.main(["import", "--to", str(target), "--", "swift", "rlhf", "--rlhf_type", "kto", *words[:4]]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: method: kto is not available")
 
 
 def test_towers_of_other_programs_are_adapted_or_trained(tmp_path: Path) -> None:
@@ -327,7 +327,8 @@ def test_a_constant_schedule_of_transformers_has_no_warm_up(tmp_path: Path) -> N
         ("swift sft --model m --dataset d --warmup_steps 0.03", {"warmup_ratio": 0.03, "warmup_steps": None}, None),
         ("swift sft --model m --dataset d --freeze_aligner false", {}, "freeze_aligner = False"),
         ("swift sft --model m --dataset d --freeze_aligner true", {}, None),
-        ("swift rlhf --model m --dataset d", {"method": "dpo"}, "method = dpo"),
+        ("swift rlhf --model m --dataset d", {"method": "dpo"}, None),
+        ("swift rlhf --rlhf_type kto --model m --dataset d", {"method": "kto"}, "method = kto"),
         ("trl sft --model_name_or_path m --dataset_name d --max_length null",
          {"max_length": None, "truncation": "error"}, "max_length = None"),
         ("swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs accuracy --max_length 900",
@@ -623,7 +624,7 @@ def test_options_of_axolotls_sources_that_are_the_default_here_are_no_loss(tmp_p
 @pytest.mark.parametrize(
     ("method", "text"),
     [
-        ("dpo", "model_name_or_path: m\ndataset_name: d\nmax_length: 512\nbeta: 0.1\n"),
+        ("dpo", "model_name_or_path: m\ndataset_name: d\nmax_length: 512\nbeta: 0.1\nuse_peft: true\n"),
         ("dpo", "model_name_or_path: m\ndataset_name: d\nuse_peft: true\nprecompute_ref_log_probs: true\n"),
         ("kto", "model_name_or_path: m\ndataset_name: d\ndesirable_weight: 1.5\nbeta: 0.1\n"),
         ("reward", "model_name_or_path: m\ndataset_name: d\ncenter_rewards_coefficient: 0.01\n"),
@@ -631,7 +632,7 @@ def test_options_of_axolotls_sources_that_are_the_default_here_are_no_loss(tmp_p
         ("reward", "base_model: m\ndatasets: [{path: d}]\nreward_model: true\n"),
         ("prm", "base_model: m\ndatasets: [{path: d}]\nprocess_reward_model: true\n"),
         ("diffusion", "base_model: m\ndatasets: [{path: d}]\ndiffusion: {eps: 0.1}\n"),
-        ("dpo", "base_model: m\ndatasets: [{path: d}]\nrl: dpo\nreward_model: false\n"),
+        ("dpo", "base_model: m\ndatasets: [{path: d}]\nrl: dpo\nreward_model: false\nadapter: lora\n"),
     ],
 )
 def test_a_file_of_another_method_does_not_become_sft(tmp_path: Path, method: str, text: str) -> None:
@@ -644,7 +645,7 @@ def test_a_file_of_another_method_does_not_become_sft(tmp_path: Path, method: st
 @pytest.mark.parametrize("method", ["dpo", "kto", "reward", "rloo"])
 @pytest.mark.parametrize("start", ["trl {}", "accelerate launch examples/{}.py", "python -m trl.scripts.{}"])
 def test_commands_of_another_method_of_trl_are_known(start: str, method: str) -> None:
-    run = import_command(f"{start.format(method)} --model_name_or_path m --dataset_name d --output_dir o")
+    run = import_command(f"{start.format(method)} --model_name_or_path m --dataset_name d --output_dir o --use_peft")
     assert get_values(run)["method"] == method
 
 

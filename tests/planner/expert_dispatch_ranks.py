@@ -52,6 +52,7 @@ def main() -> None:
             targets=torch.randint(0, 40, (tokens - 1,)),
             weights=None,
             row_refs=(),
+            answer_of=torch.zeros(tokens - 1, dtype=torch.int64),
         )
         objective, totals = SftObjective(built, 0.0), BatchTotals(tokens, tokens - 1, float(tokens - 1))
         # The first pass sets up what stays: process groups, flat weights.

@@ -18,4 +18,5 @@ def batch(lengths: list[int] = LENGTHS) -> MicroBatch:
         targets=torch.randint(0, 40, (tokens - 2,)),
         weights=None,
         row_refs=(),
+        answer_of=torch.zeros(tokens - 2, dtype=torch.int64),
     )

@@ -135,7 +135,15 @@ def packed_batch(samples: list[Tensor]) -> MicroBatch:
     last = set((ends[1:] - 1).tolist())
     trained = torch.tensor([at for at in range(len(ids)) if at not in last])
     return MicroBatch(
-        ids[None], positions[None], lengths, ends.to(torch.int32), trained, ids[trained + 1], None, ("data:1",)
+        ids[None],
+        positions[None],
+        lengths,
+        ends.to(torch.int32),
+        trained,
+        ids[trained + 1],
+        None,
+        ("data:1",),
+        torch.zeros_like(trained),
     )
 
 

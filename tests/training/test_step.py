@@ -34,7 +34,9 @@ class Quadratic:
 
 def batch(*ids: int) -> MicroBatch:
     tokens = torch.tensor([ids])
-    return MicroBatch(tokens, tokens, [len(ids)], torch.tensor([0, len(ids)]), tokens[0], tokens[0], None, ("x:1",))
+    return MicroBatch(
+        tokens, tokens, [len(ids)], torch.tensor([0, len(ids)]), tokens[0], tokens[0], None, ("x:1",), tokens[0]
+    )
 
 
 def step(weight: nn.Parameter, batches: list[MicroBatch], **changes: float) -> tuple[float, float]:

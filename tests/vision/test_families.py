@@ -289,6 +289,7 @@ def test_families_whose_processor_needs_torchvision_have_the_loss_and_the_gradie
             targets=tokens[0, 1:],
             weights=None,
             row_refs=(),
+            answer_of=torch.zeros(19, dtype=torch.int64),
             vision=Vision(tensors, 1, is_blank=is_blank),
         )
         loss = TokenLoss(ours)(batch) / 19

@@ -67,6 +67,7 @@ def real(model: Any) -> MicroBatch:
         targets=torch.randint(5, 40, (TRAINED,)),
         weights=None,
         row_refs=(),
+        answer_of=torch.zeros(TRAINED, dtype=torch.int64),
         vision=Vision({"pixel_values": torch.randn(128, values), GRID: torch.tensor([[1, 8, 8], [1, 8, 8]])}, 2),
     )
 

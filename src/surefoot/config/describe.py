@@ -2,13 +2,13 @@
 
 import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from surefoot.config.aliases import ALIASES, FLAG_ALIASES, NOT_HERE, VALUE_ALIASES
 from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
-from surefoot.config.methods import available_classes, known_fields, methods_with
+from surefoot.config.methods import available_classes, known_fields
 from surefoot.config.schema import RunConfig
 from surefoot.errors import ConfigError
 
@@ -29,20 +29,38 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def describe_settings() -> dict[str, dict[str, Any]]:
-    """Return each setting's type, default, description and group, and `methods` if only some methods have it."""
+    """Return each setting's type, default, description and group, and `methods` if only some methods have it.
+
+    A name that means something else with another method is listed again, as `beta (dpo)`.
+    """
     described: dict[str, dict[str, Any]] = {}
-    for kind in _list_settings_classes():
-        for name, about in kind.model_json_schema()["properties"].items():
-            described.setdefault(name, about)
-    described["method"]["enum"] = list(available_classes()[0])
     group = ""
-    for name, about in described.items():
-        group = GROUPS.get(name, group)
-        about["group"] = group
-        if name not in RunConfig.model_fields:
-            about["methods"] = methods_with(name)
-            about["group"] = f"Only with method {' or '.join(about['methods'])}"
+    for name, about, methods in _list_settings():
+        group = f"Only with method {' or '.join(methods)}" if methods else GROUPS.get(name, group)
+        key = f"{name} ({', '.join(methods)})" if name in described else name
+        described[key] = {**about, "group": group, **({"methods": methods} if methods else {})}
+    described["method"]["enum"] = list(available_classes()[0])
     return described
+
+
+def _list_settings() -> Iterator[tuple[str, dict[str, Any], list[str]]]:
+    """Yield each setting's name, JSON schema, and the methods that have it with this schema; none if all have it."""
+    for name, about in RunConfig.model_json_schema()["properties"].items():
+        yield name, about, []
+    own: dict[str, list[tuple[dict[str, Any], list[str]]]] = {}
+    for method, kind in available_classes()[0].items():
+        for name, about in kind.model_json_schema()["properties"].items():
+            if name in RunConfig.model_fields:
+                continue
+            forms = own.setdefault(name, [])
+            methods = next((methods for form, methods in forms if form == about), None)
+            if methods is None:
+                forms.append((about, [method]))
+            else:
+                methods.append(method)
+    listed = [(name, about, methods) for name, forms in own.items() for about, methods in forms]
+    owners = list(dict.fromkeys(tuple(methods) for _, _, methods in listed))
+    yield from sorted(listed, key=lambda each: owners.index(tuple(each[2])))  # each group in one piece
 
 
 def settings_as_text(words: Sequence[str], width: int) -> str:
@@ -86,11 +104,6 @@ def _describe_form(form: Mapping[str, Any]) -> str:
     return " ".join([TYPES.get(str(kind), str(kind) if kind else "mapping"), *bounds])
 
 
-def _list_settings_classes() -> list[type[RunConfig]]:
-    """Return the settings class of every run, then that of each method."""
-    return [RunConfig, *available_classes()[0].values()]
-
-
 def run_schema() -> dict[str, Any]:
     """Return a JSON schema of run.yaml: every setting in each form it may have, and the names of other programs.
 
@@ -98,11 +111,17 @@ def run_schema() -> dict[str, Any]:
     """
     properties: dict[str, Any] = {}
     definitions: dict[str, Any] = {}
-    for kind in _list_settings_classes():
-        schema = kind.model_json_schema(ref_template="#/$defs/{model}")
-        definitions |= schema.get("$defs", {})
-        for name, about in schema["properties"].items():
-            properties.setdefault(name, _widen_schema(name, about))
+    kinds: list[type[RunConfig]] = [RunConfig, *available_classes()[0].values()]
+    for kind in kinds:
+        definitions |= kind.model_json_schema().get("$defs", {})
+    for name, about, methods in _list_settings():
+        widened = _widen_schema(name, about)
+        if name in properties:  # what is valid with either method
+            before = properties[name]
+            widened["anyOf"] = before["anyOf"] + [form for form in widened["anyOf"] if form not in before["anyOf"]]
+            text = f"{before['description']} With method {' or '.join(methods)}: {about['description']}"
+            widened = {"description": text, "anyOf": widened["anyOf"]}
+        properties[name] = widened
     properties["method"]["anyOf"][0]["enum"] = list(available_classes()[0])
     for definition in definitions.values():
         definition.pop("title", None)

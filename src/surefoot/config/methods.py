@@ -19,6 +19,7 @@ from surefoot.errors import ConfigError
 BUILT_IN = {
     "sft": "surefoot.methods.sft.settings:SftConfig",
     "grpo": "surefoot.methods.grpo.settings:GrpoConfig",
+    "dpo": "surefoot.methods.dpo.settings:DpoConfig",
 }
 ENTRY_POINTS = "surefoot.methods"
 

@@ -16,16 +16,19 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from surefoot.events import FORMER_PHASES, Phase
 
-DatasetFormat = Literal["auto", "messages", "sharegpt", "alpaca", "query_response", "prompt_completion", "text"]
+DatasetFormat = Literal[
+    "auto", "messages", "sharegpt", "alpaca", "query_response", "prompt_completion", "text", "preference",
+    "rejected_response", "rejected_messages",
+]  # fmt: skip
 LearningRateSchedule = Literal["linear", "cosine", "constant", "wsd"]
 REGULAR_EXPRESSION = re.compile(r"[\\\[\](){}|^$*+?]")
 """Characters of a regular expression that no name of a module has."""
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 T = TypeVar("T")
 AUTO = "auto"
+"""Value of a setting that is chosen when the run starts."""
 Checkpointing = bool | Literal["selective"]
 """How much of a layer is computed again in the backward: nothing, all but the products of experts, or all."""
-"""Value of a setting that is chosen when the run starts."""
 EPSILON = 1e-9
 """Tolerance of the finished share of a run: 10 x 0.1 is not exactly 1."""
 
@@ -60,6 +63,8 @@ class RowKind:
 
     is_prompt: bool = False
     """Whether the row ends where the model's answer begins; else it contains the answer."""
+    is_pair: bool = False
+    """Whether the row has two answers to the same question, of which the first is preferred."""
     keeps_columns: bool = False
     """Whether the method reads other columns of the row."""
 
@@ -68,6 +73,7 @@ CONVERSATION = RowKind()
 LABELLED = RowKind(keeps_columns=True)
 """Conversation with the row's other columns, for the loss; those that the format uses are not kept."""
 PROMPT = RowKind(is_prompt=True, keeps_columns=True)
+PAIR = RowKind(is_pair=True)
 
 
 class Contradiction:
@@ -142,7 +148,8 @@ class RunConfig(BaseModel):
     output_dir: FreeOnResume[str]
     """The run folder: checkpoints, metrics, the adapter or model, and the resolved config go there."""
     method: str = "sft"
-    """What to optimise. `sft`: the likelihood of the assistant's turns. `grpo`: rewards of the model's own answers."""
+    """What to optimise. `sft`: the likelihood of the assistant's turns. `grpo`: rewards of the model's own answers.
+    `dpo`: the preference for the better of two answers."""
     dataset_dir: str | None = None
     """Folder with a `dataset_info.json` of LLaMA-Factory; `dataset` then names its entries (`a` or `a,b`)."""
     dataset_format: DatasetFormat = "auto"
@@ -354,6 +361,16 @@ class RunConfig(BaseModel):
         """Number of sequences that are trained on for each row of the data."""
         name = self.sequences_per_row_setting
         return int(getattr(self, name)) if name is not None else 1
+
+    @property
+    def sequences_per_sample(self) -> int:
+        """Number of sequences that a prepared row is: two for a pair of answers, each with the question."""
+        return 2 if self.row.is_pair else 1
+
+    @property
+    def pack_length(self) -> int | None:
+        """Size of a pack in tokens, which holds the longest row; None if rows are not packed."""
+        return self.max_length * self.sequences_per_sample if self.packing else None
 
     @property
     def max_row_tokens(self) -> int:

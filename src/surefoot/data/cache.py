@@ -90,7 +90,9 @@ class CachedFile:
         limits = [CHUNK_ROWS, CHUNK_BYTES, MAX_ROW_BYTES]
         # Rows may name images by a path that begins there: equal files in two folders are two datasets then.
         image_folders = [str(path.parent.resolve()), str(Path.cwd())] if has_images else None
-        key = [VERSION, limits, scanned.sha256, path.suffixes, asdict(spec), format, renderer_key, keep_columns]
+        settings = asdict(spec)
+        del settings["pairs"]  # the format says it
+        key = [VERSION, limits, scanned.sha256, path.suffixes, settings, format, renderer_key, keep_columns]
         key.append(image_folders)
         self.key = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
         folder = cache_folder() / "data" / self.key

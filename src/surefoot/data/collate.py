@@ -2,15 +2,17 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
-from typing import Any
+from itertools import accumulate, islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from surefoot.data.dataset import Dataset, Sample
 from surefoot.data.image_processor import PixelReader, Vision
+from surefoot.data.images import Image
 from surefoot.data.sampler import SampleKey
 from surefoot.system.pinned_copy import send
 
@@ -21,7 +23,8 @@ class MicroBatch:
 
     Shapes: T tokens, N trained. ids int64 [1, T]; position_ids int64 [1, T], or [3, 1, T] where the model reads images:
     time, row and column; target_positions int64 [N], the positions whose next token is trained; targets int64 [N],
-    those next tokens; weights float32 [N], their loss weights, or None if all are 1; cu_seq_lens int32 [samples + 1].
+    those next tokens; weights float32 [N], their loss weights, or None if all are 1; answer_of int64 [N], the number of
+    the sequence that each is of, prefixes not counted; cu_seq_lens int32 [sequences + 1].
     """
 
     ids: Tensor
@@ -32,6 +35,7 @@ class MicroBatch:
     targets: Tensor
     weights: Tensor | None
     row_refs: tuple[str, ...]
+    answer_of: Tensor
     prefix_of: tuple[int, ...] | None = None
     """Index of the earlier sequence that is the prefix of each sequence, or -1; None if no sequence has one."""
     vision: Vision | None = None
@@ -41,11 +45,22 @@ class MicroBatch:
 
     @property
     def num_tokens(self) -> int:
-        return 0 if self.is_dummy else self.ids.shape[1]
+        """Number of tokens, with a prefix counted for each of its sequences, however often it is computed."""
+        if self.is_dummy:
+            return 0
+        if self.prefix_of is None:
+            return self.ids.shape[1]
+        repeated = sum(self.lengths[prefix] for prefix in self.prefix_of if prefix >= 0)
+        return self.ids.shape[1] + repeated - sum(self.lengths[prefix] for prefix in self._prefixes)
 
     @property
     def num_sequences(self) -> int:
-        return 0 if self.is_dummy else len(self.lengths)
+        """Number of sequences; a prefix is none of its own."""
+        return 0 if self.is_dummy else len(self.lengths) - len(self._prefixes)
+
+    @property
+    def _prefixes(self) -> set[int]:
+        return {prefix for prefix in self.prefix_of or () if prefix >= 0}
 
     @property
     def num_trained(self) -> int:
@@ -65,29 +80,96 @@ class MicroBatch:
         return replace(self, **moved, vision=self.vision.to(device) if self.vision is not None else None)
 
 
-def collate(samples: Sequence[Sample], reader: PixelReader | None = None) -> MicroBatch:
-    """Lay samples end to end; positions restart with each. Raises: DataError for a bad image, with its row's place."""
-    lengths = [len(sample.ids) for sample in samples]
-    ids = torch.from_numpy(np.concatenate([sample.ids for sample in samples]).astype(np.int64))
-    # Token i is predicted at position i - 1 of its own sample; its first token is never predicted.
-    target_weights = np.concatenate([np.append(sample.weights[1:], np.float32(0)) for sample in samples])
-    target_positions = torch.from_numpy(np.flatnonzero(target_weights))
-    weights = torch.from_numpy(target_weights)[target_positions]
-    position_ids = [
-        torch.arange(len(sample.ids)) if reader is None else reader.positions(sample.ids, sample.images, sample.place)
-        for sample in samples
-    ]
+class _Sequence(NamedTuple):
+    """A sequence of a batch: a sample, an answer of a pair with its question, or one of both."""
+
+    ids: NDArray[np.int32]
+    weights: NDArray[np.float32]
+    """[n]: loss weight of each token."""
+    positions: Tensor
+    place: str
+    images: tuple[Image, ...] = ()
+    prefix: int = -1
+    """Index of the sequence that is its beginning, or -1."""
+
+
+def collate(
+    samples: Sequence[Sample], reader: PixelReader | None = None, *, shares_questions: bool = False
+) -> MicroBatch:
+    """Lay samples end to end; positions restart with each. A pair is two sequences: the question with each answer.
+
+    With `shares_questions`, a pair's question stands in the batch once, as the prefix of its answers.
+    Raises: DataError for a bad image, with its row's place.
+    """
+    sequences: list[_Sequence] = []
+    for sample in samples:
+        if sample.parts is None:
+            positions = _positions_of(sample.ids, reader, sample.place, sample.images)
+            sequences.append(_Sequence(sample.ids, sample.weights, positions, sample.place, sample.images))
+        else:
+            sequences += _split_pair(sample, len(sequences), reader, shares_questions=shares_questions)
+    lengths = [len(sequence.ids) for sequence in sequences]
+    begins = [0, *accumulate(lengths)]
+    ids = torch.from_numpy(np.concatenate([sequence.ids for sequence in sequences]).astype(np.int64))
+    # A token is predicted at the one before it; the first of an answer is so at the end of its question.
+    targets: list[NDArray[np.int64]] = []
+    positions_of_targets: list[NDArray[np.int64]] = []
+    weights: list[NDArray[np.float32]] = []
+    for begin, sequence in zip(begins, sequences, strict=False):
+        trained = np.flatnonzero(sequence.weights)
+        if sequence.prefix < 0:
+            trained = trained[trained > 0]  # nothing predicts the first token
+        predicting = begin + trained - 1
+        if sequence.prefix >= 0:
+            predicting[trained == 0] = begins[sequence.prefix + 1] - 1
+        targets.append(begin + trained)
+        positions_of_targets.append(predicting)
+        weights.append(sequence.weights[trained])
+    target_weights = torch.from_numpy(np.concatenate(weights))
+    prefixes = tuple(sequence.prefix for sequence in sequences)
+    is_answer = [index not in prefixes for index in range(len(sequences))]
+    answer_of = np.repeat(np.cumsum(is_answer) - 1, [len(each) for each in targets])
     return MicroBatch(
         ids=ids[None],
-        position_ids=torch.cat(position_ids, dim=-1).unsqueeze(-2),
+        position_ids=torch.cat([sequence.positions for sequence in sequences], dim=-1).unsqueeze(-2),
         lengths=lengths,
-        cu_seq_lens=torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32),
-        target_positions=target_positions,
-        targets=ids[target_positions + 1],
-        weights=None if bool((weights == 1).all()) else weights,
-        row_refs=tuple(sample.place for sample in samples),
-        vision=reader.read([(sample.place, sample.images) for sample in samples]) if reader is not None else None,
+        cu_seq_lens=torch.tensor(begins, dtype=torch.int32),
+        target_positions=torch.from_numpy(np.concatenate(positions_of_targets)),
+        targets=ids[torch.from_numpy(np.concatenate(targets))],
+        weights=None if bool((target_weights == 1).all()) else target_weights,
+        answer_of=torch.from_numpy(answer_of),
+        row_refs=tuple(sequence.place for sequence in sequences),
+        prefix_of=prefixes if max(prefixes) >= 0 else None,
+        vision=reader.read([(sequence.place, sequence.images) for sequence in sequences])
+        if reader is not None
+        else None,
     )
+
+
+def _split_pair(
+    sample: Sample, index: int, reader: PixelReader | None, *, shares_questions: bool
+) -> Iterator[_Sequence]:
+    """Yield the sequences of a pair, of which the first has the index `index` in the batch."""
+    assert sample.parts is not None
+    question, chosen, _ = sample.parts
+    ids = np.split(sample.ids, [question, question + chosen])
+    weights = np.split(sample.weights, [question, question + chosen])
+    if shares_questions:
+        yield _Sequence(ids[0], weights[0], _positions_of(ids[0], reader, sample.place), sample.place)
+    for part in (1, 2):
+        whole = np.concatenate([ids[0], ids[part]])
+        positions = _positions_of(whole, reader, sample.place)
+        if shares_questions:
+            yield _Sequence(ids[part], weights[part], positions[..., question:], sample.place, prefix=index)
+        else:
+            yield _Sequence(whole, np.concatenate([weights[0], weights[part]]), positions, sample.place)
+
+
+def _positions_of(
+    ids: NDArray[np.int32], reader: PixelReader | None, place: str, images: tuple[Image, ...] = ()
+) -> Tensor:
+    """Return the positions of a sequence's tokens; see `MicroBatch.position_ids`."""
+    return torch.arange(len(ids)) if reader is None else reader.positions(ids, images, place)
 
 
 def dummy_batch(reader: PixelReader | None) -> MicroBatch:
@@ -103,6 +185,8 @@ def micro_batches(
     rank: int = 0,
     num_ranks: int = 1,
     reader: PixelReader | None = None,
+    *,
+    shares_questions: bool = False,
 ) -> Iterator[MicroBatch]:
     """Yield this rank's share of a step's sequences, in micro-batches of at most `rows_each` sequences.
 
@@ -112,13 +196,19 @@ def micro_batches(
     local_rows = rows[rank::num_ranks]
     for begin in range(0, rows_per_rank, rows_each):
         samples = [dataset.sample(*key) for row in local_rows[begin : begin + rows_each] for key in row]
-        yield collate(samples, reader) if samples else dummy_batch(reader)
+        yield collate(samples, reader, shares_questions=shares_questions) if samples else dummy_batch(reader)
 
 
 def all_batches(
-    dataset: Dataset, rows_each: int, rank: int = 0, num_ranks: int = 1, reader: PixelReader | None = None
+    dataset: Dataset,
+    rows_each: int,
+    rank: int = 0,
+    num_ranks: int = 1,
+    reader: PixelReader | None = None,
+    *,
+    shares_questions: bool = False,
 ) -> Iterator[MicroBatch]:
     """Yield this rank's share of the dataset in file order, one sample a sequence; each rank gets as many batches."""
     keys = dataset.sample_keys()
     while rows := [[key] for key in islice(keys, rows_each * num_ranks)]:
-        yield from micro_batches(rows, dataset, rows_each, rank, num_ranks, reader)
+        yield from micro_batches(rows, dataset, rows_each, rank, num_ranks, reader, shares_questions=shares_questions)

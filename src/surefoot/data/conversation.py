@@ -106,6 +106,13 @@ class Conversation:
     """Index of the first message that may be trained; earlier ones are the prompt of a prompt/completion pair."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Columns that are not part of the conversation, for the method."""
+    rejected: "Conversation | None" = None
+    """For a row of preference data: the same conversation with the rejected answer; this one has the chosen answer."""
+
+    @property
+    def sides(self) -> tuple["Conversation", ...]:
+        """The conversation, and for a row of preference data the one with the rejected answer."""
+        return (self,) if self.rejected is None else (self, self.rejected)
 
     @property
     def images(self) -> list[ImageSource]:

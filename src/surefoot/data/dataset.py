@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from surefoot.data.cache import CachedFile, renderer_key
 from surefoot.data.file_readers import can_be_entered
 from surefoot.data.images import Image
+from surefoot.data.pairs import select_tokens
 from surefoot.data.prepare_pool import Preparation, PrepareOptions
 from surefoot.data.render import check_vocabulary
 from surefoot.data.renderer_source import RendererSource
@@ -46,6 +47,8 @@ class Sample:
     weights: NDArray[np.float32]
     place: str
     images: tuple[Image, ...] = ()
+    parts: tuple[int, int, int] | None = None
+    """Tokens of the question, the chosen and the rejected answer, one after the other; None if it is no pair."""
 
 
 @dataclass(frozen=True)
@@ -253,11 +256,17 @@ class Dataset:
         """Return a sample of a chunk, cut and weighted."""
         shard = self.shard(chunk)
         begin = int(shard.offsets[sample])
-        first, last = self.options.kept_range(int(shard.lengths[sample]))
-        weights = token_weights(shard, sample, self.options)[first:last]
-        ids = np.array(shard.ids[begin + first : begin + last])
         place = self._locate(self.chunks[chunk], int(shard.lines[sample]))
-        return Sample(ids, weights, place, shard.images(sample))
+        weights = token_weights(shard, sample, self.options)
+        if shard.parts is None:
+            first, last = self.options.kept_range(int(shard.lengths[sample]))
+            ids = np.array(shard.ids[begin + first : begin + last])
+            return Sample(ids, weights[first:last], place, shard.images(sample))
+        parts = shard.parts[sample : sample + 1]
+        kept = self.options.keep_of_pairs(parts)
+        indices = select_tokens(parts, kept, 0)
+        question, chosen, rejected = kept.tokens[0].tolist()
+        return Sample(shard.ids[begin + indices], weights[indices], place, parts=(question, chosen, rejected))
 
     def sample_keys(self) -> Iterator[tuple[int, int]]:
         """Yield (chunk, sample) of all samples, in file order."""

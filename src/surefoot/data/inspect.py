@@ -3,18 +3,19 @@
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any
+from itertools import groupby, islice
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from surefoot.data.checks import data_findings, digests
 from surefoot.data.conversation import BadRow
-from surefoot.data.dataset import Counts, Dataset
+from surefoot.data.dataset import Counts, Dataset, Sample
 from surefoot.data.file_readers import ChunkReader
 from surefoot.data.render import Renderer
 from surefoot.data.row_formats import Reader
-from surefoot.data.sample_selection import ChunkSamples
+from surefoot.data.sample_selection import ChunkSamples, SampleOptions
 from surefoot.errors import DataError
 from surefoot.findings import Finding
 
@@ -158,27 +159,61 @@ def _render_samples(dataset: Dataset) -> Iterator[ShownSample]:
         shard = dataset.shard(number)
         for index in dataset.chunk_samples(number).samples.tolist():
             conversation = reader.read(rows[int(shard.rows[index])].columns)
-            try:
-                text = renderer.render(conversation, file.recipe.path.parent)
-            except BadRow as error:  # its image was removed after the check
-                raise DataError(f"{dataset.sample(number, index).place}: {error}") from error
-            (rendered,) = renderer.tokenize([text], with_bounds=True)
-            assert not isinstance(rendered, BadRow)
-            assert rendered.bounds is not None
             sample = dataset.sample(number, index)
-            first, last = dataset.options.kept_range(len(rendered.ids))
-            bounds = rendered.bounds[first:last]
-            begin = bounds[0][0] if first else 0
-            end = bounds[-1][1] if last < len(rendered.ids) else len(text.text)
-            parts: list[tuple[str, bool]] = []
-            position = begin
-            for (_, stop), weight in zip(bounds, sample.weights.tolist(), strict=True):
-                piece, position = text.text[position:stop], max(position, stop)
-                if parts and parts[-1][1] == (weight > 0):
-                    parts[-1] = (parts[-1][0] + piece, parts[-1][1])
-                else:
-                    parts.append((piece, weight > 0))
-            yield ShownSample(text.text[begin:end], sample.ids.tolist(), sample.weights.tolist(), sample.place, parts)
+            try:
+                texts = [renderer.render(side, file.recipe.path.parent) for side in conversation.sides]
+            except BadRow as error:  # its image was removed after the check
+                raise DataError(f"{sample.place}: {error}") from error
+            rendered = [each for each in renderer.tokenize(texts, with_bounds=True) if not isinstance(each, BadRow)]
+            marked = [
+                _Marked(text.text, each.bounds) for text, each in zip(texts, rendered, strict=True) if each.bounds
+            ]
+            if shard.parts is None:
+                parts = _mark(marked[0], sample, dataset.options)
+            else:
+                parts = _mark_pair(marked, sample, int(shard.parts[index, 0]))
+            shown = "".join(piece for piece, _ in parts)
+            yield ShownSample(shown, sample.ids.tolist(), sample.weights.tolist(), sample.place, parts)
+
+
+class _Marked(NamedTuple):
+    """A rendered text with the range of characters of each token."""
+
+    text: str
+    bounds: Sequence[tuple[int, int]]
+
+    def cut(self, first: int, weights: Sequence[float]) -> list[tuple[str, bool]]:
+        """Return the text of the tokens from `first` on in parts that are trained or not, a token for each weight."""
+        last = first + len(weights)
+        position = self.bounds[first][0] if first else 0
+        pieces = []
+        for index, ((_, stop), weight) in enumerate(zip(self.bounds[first:last], weights, strict=True), first + 1):
+            stop = len(self.text) if index == len(self.bounds) else stop
+            pieces.append((self.text[position:stop], weight > 0))
+            position = max(position, stop)
+        return [("".join(piece for piece, _ in group), kind) for kind, group in groupby(pieces, key=itemgetter(1))]
+
+
+def _mark(text: _Marked, sample: Sample, options: SampleOptions) -> list[tuple[str, bool]]:
+    first, _ = options.kept_range(len(text.bounds))
+    return text.cut(first, sample.weights.tolist())
+
+
+def _mark_pair(sides: Sequence[_Marked], sample: Sample, question_tokens: int) -> list[tuple[str, bool]]:
+    """Return the parts of a pair's text, each answer behind a line that names it.
+
+    `question_tokens`: tokens of the question before it was cut.
+    """
+    assert sample.parts is not None
+    question, chosen, _ = sample.parts
+    weights, first = sample.weights.tolist(), question_tokens - question
+    return [
+        *sides[0].cut(first, weights[:question]),
+        ("\n--- chosen:\n", False),
+        *sides[0].cut(question_tokens, weights[question : question + chosen]),
+        ("\n--- rejected:\n", False),
+        *sides[1].cut(question_tokens, weights[question + chosen :]),
+    ]
 
 
 def as_text(report: DataReport, *, color: bool) -> str:

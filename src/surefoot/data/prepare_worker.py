@@ -8,17 +8,18 @@ model must measure images; it is then loaded before the fork. Nothing runs in th
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from surefoot.data.cache import FileRecipe, stamp_of
-from surefoot.data.conversation import BadRow, Conversation
+from surefoot.data.conversation import BadRow
 from surefoot.data.file_readers import Chunk, ChunkReader
 from surefoot.data.images import BadImage, ImageSettings
+from surefoot.data.pairs import join_sides
 from surefoot.data.render import Renderer
 from surefoot.data.renderer_source import RendererSource
 from surefoot.data.row_formats import Reader
-from surefoot.data.rows import Row
 from surefoot.data.shard import ShardRow, ShardWriter
 from surefoot.data.template import Text
 from surefoot.data.template_process import TEMPLATE_PROCESS
@@ -29,6 +30,15 @@ from surefoot.system.forked_workers import Answer, fork_workers
 BATCH_ROWS = 512
 BATCH_CHARACTERS = 1 << 18
 """Number of characters tokenised together; bounds memory."""
+
+
+class _Rendering(NamedTuple):
+    """The texts of a row: one, or the two of a pair."""
+
+    number: int
+    line: int
+    texts: list[Text]
+    columns: Mapping[str, Any]
 
 
 class Preparer:
@@ -54,34 +64,35 @@ class Preparer:
             reader = Reader(recipe.spec, recipe.format, keep_columns=recipe.keep_columns)
             self._readers[recipe.folder] = reader
         writer = ShardWriter()
-        batch: list[tuple[int, Row, Text, Conversation]] = []
+        batch: list[_Rendering] = []
         characters = 0
         for number, row in enumerate(rows):
             try:
                 if row.problem is not None:
                     raise BadRow(row.problem)
                 conversation = reader.read(row.columns)
-                text = self._renderer.render(conversation, recipe.path.parent)
+                texts = [self._renderer.render(side, recipe.path.parent) for side in conversation.sides]
             except BadRow as error:
                 writer.refuse(number, row.line, str(error), lost=error if isinstance(error, BadImage) else None)
                 continue
             except DataError as error:
                 raise DataError(f"{recipe.name}:{row.line}: {error}") from error
-            batch.append((number, row, text, conversation))
-            characters += len(text.text)
+            batch.append(_Rendering(number, row.line, texts, conversation.columns))
+            characters += sum(len(text.text) for text in texts)
             if len(batch) == BATCH_ROWS or characters >= BATCH_CHARACTERS:
                 self._flush(writer, batch)
                 batch, characters = [], 0
         self._flush(writer, batch)
         writer.write(recipe.shard_path(chunk.index))
 
-    def _flush(self, writer: ShardWriter, batch: list[tuple[int, Row, Text, Conversation]]) -> None:
-        samples = self._renderer.tokenize([text for _, _, text, _ in batch])
-        for (number, row, _, conversation), sample in zip(batch, samples, strict=True):
+    def _flush(self, writer: ShardWriter, batch: list[_Rendering]) -> None:
+        samples = self._renderer.tokenize([text for row in batch for text in row.texts])
+        for row in batch:
+            sample = join_sides(list(islice(samples, len(row.texts))))
             if isinstance(sample, BadRow):
-                writer.refuse(number, row.line, str(sample))
+                writer.refuse(row.number, row.line, str(sample))
             else:
-                writer.rows.append(ShardRow(number, row.line, sample, conversation.columns))
+                writer.rows.append(ShardRow(row.number, row.line, sample, row.columns))
 
 
 def _parse_source(values: Mapping[str, Any]) -> RendererSource:

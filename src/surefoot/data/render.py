@@ -40,12 +40,15 @@ class Rendered:
     bounds: Sequence[tuple[int, int]] | None = None
     """Character range of each token, if requested."""
     images: tuple[Image, ...] = ()
+    parts: tuple[int, int, int] | None = None
+    """Tokens of the question, the chosen and the rejected answer, which `ids` holds one after the other; None if the
+    row is no pair."""
 
     @property
     def digest(self) -> int:
         """64-bit hash of ids, spans and images: samples with equal digests train the same."""
         hashed = blake2b(self.ids.tobytes(), digest_size=8)
-        hashed.update(repr(self.spans).encode())
+        hashed.update(repr((self.spans, self.parts) if self.parts else self.spans).encode())
         for image in self.images:
             hashed.update(image.sha256.encode())
         return int.from_bytes(hashed.digest(), "little")

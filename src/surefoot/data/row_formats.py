@@ -7,43 +7,18 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from surefoot.data.conversation import BadRow, Conversation, Message, Role, check_tools, check_turns, shown
+from surefoot.data.conversation import BadRow, Conversation, Message, check_tools, check_turns, shown
 from surefoot.data.image_columns import IMAGE_COLUMNS, PLACEHOLDER, looks_like_images, place_images, read_image_columns
-from surefoot.data.message_content import (
-    REASONING,
-    Parts,
-    check_texts,
-    first_text,
-    parsed,
-    text_of,
-    tool_calls_of,
-    tools_of,
-    weight_of,
-)
+from surefoot.data.message_content import parsed, text_of, tools_of
+from surefoot.data.messages import Columns, MessageReader
+from surefoot.data.pair_formats import read_preference, read_rejected_messages, read_rejected_response
 
-Columns = Mapping[str, Any]
-
-ROLES: Mapping[str, str] = {
-    "system": "system", "developer": "system",
-    "user": "user", "human": "user",
-    "assistant": "assistant", "gpt": "assistant", "model": "assistant", "bot": "assistant",
-    "tool": "tool", "observation": "tool", "tool_response": "tool", "function": "tool", "ipython": "tool",
-    "function_call": "calls", "tool_call": "calls",
-}  # fmt: skip
-"""Map from the formats' role names to Surefoot's; `calls` is an assistant turn that holds tool calls as JSON text."""
-
-ROLE_TAGS: Mapping[str, str] = {
-    "user_tag": "user",
-    "assistant_tag": "assistant",
-    "observation_tag": "tool",
-    "function_tag": "calls",
-    "system_tag": "system",
-}
-"""Map from LLaMA-Factory's tags, which rename roles, to Surefoot's roles."""
 IN_THE_ROW = "bytes in the row"
 """Placeholder for an image that has no name."""
 ANSWERS = frozenset(("response", "output", "completion"))
 """Columns that a prompt-only row does not need."""
+SIDES = frozenset(("chosen", "rejected"))
+"""Columns of preference data."""
 UNTRAINABLE_COLUMNS = ("video", "videos", "audio", "audios")
 
 
@@ -65,6 +40,8 @@ class FormatSpec:
     """System message of conversations without one."""
     prompts: bool = False
     """Whether rows are prompts, which the model answers in GRPO. A row's own answer is kept as a column."""
+    pairs: bool = False
+    """Whether rows are pairs of a chosen and a rejected answer."""
 
 
 @dataclass(frozen=True)
@@ -74,18 +51,22 @@ class Format:
     required: frozenset[str]
     optional: frozenset[str]
     read: Callable[["Reader", Columns], Conversation]
+    is_pair: bool = False
+    """Whether its rows have a chosen and a rejected answer."""
 
     def required_columns(self, *, prompts: bool) -> frozenset[str]:
         """Return the columns a row must have; a prompt needs no answer."""
         return self.required - ANSWERS if prompts else self.required
 
 
-def detect(columns: Collection[str], *, prompts: bool = False) -> str:
-    """Return the name of the format that has these columns; `prompts`: see `FormatSpec`.
+def detect(columns: Collection[str], *, prompts: bool = False, pairs: bool = False) -> str:
+    """Return the name of the format that has these columns; `prompts`, `pairs`: see `FormatSpec`.
 
     Raises: BadRow if no format or several fit; it lists the candidates.
     """
-    formats = {name: format.required_columns(prompts=prompts) for name, format in FORMATS.items()}
+    formats = {
+        name: format.required_columns(prompts=prompts) for name, format in FORMATS.items() if format.is_pair == pairs
+    }
     if prompts:
         del formats["text"]  # a text has no question
     candidates = [name for name, needed in formats.items() if needed <= set(columns)]
@@ -98,7 +79,10 @@ def detect(columns: Collection[str], *, prompts: bool = False) -> str:
             f"Say which one with `dataset_format: {candidates[0]}`"
         )
     format_list = "; ".join(f"{name} ({' + '.join(sorted(needed, reverse=True))})" for name, needed in formats.items())
-    example = "columns: {query: YOUR_COLUMN}" if prompts else "columns: {query: YOUR_COLUMN, response: YOUR_COLUMN}"
+    if not pairs and set(columns) >= SIDES:
+        raise BadRow(f"the columns ({names}) are of preference data: `method: dpo` trains on pairs of answers")
+    names_of_example = ["query"] if prompts else ["query", *sorted(SIDES)] if pairs else ["query", "response"]
+    example = f"columns: {{{', '.join(f'{name}: YOUR_COLUMN' for name in names_of_example)}}}"
     raise BadRow(
         f"the columns ({names}) fit no known format: {format_list}. Say what yours mean, for example with `{example}`"
     )
@@ -109,9 +93,14 @@ def format_of(spec: FormatSpec, first_row: Columns) -> str:
 
     Raises: BadRow if it is ambiguous or unknown.
     """
-    if spec.format != "auto":
-        return spec.format
-    return detect(_rename_columns(first_row, spec).keys(), prompts=spec.prompts)
+    if spec.format == "auto":
+        return detect(_rename_columns(first_row, spec).keys(), prompts=spec.prompts, pairs=spec.pairs)
+    if FORMATS[spec.format].is_pair != spec.pairs:
+        expected = "pairs of answers, and this format has one answer" if spec.pairs else "no pairs of answers"
+        raise BadRow(
+            f"the format of these rows is {spec.format} ({spec.named_in}), and the method trains on {expected}"
+        )
+    return spec.format
 
 
 def _rename_columns(row: Columns, spec: FormatSpec) -> Columns:
@@ -130,21 +119,17 @@ def _rename_columns(row: Columns, spec: FormatSpec) -> Columns:
     return mapped | {name: row[source] for name, source in spec.columns.items() if source in row}
 
 
-class Reader:
+class Reader(MessageReader):
     """A reader for the rows of one file, which all have the same format.
 
     `keep_columns`: keep the columns that are not part of the conversation, for the method.
     """
 
     def __init__(self, spec: FormatSpec, format: str, *, keep_columns: bool = False) -> None:
+        super().__init__(spec.tags)
         self.spec = spec
         self.format = format
         self._keep_columns = keep_columns
-        tags = {"role_tag": "from", "content_tag": "value", **spec.tags}
-        self._role_keys = (tags["role_tag"], "role", "from")
-        self._content_keys = (tags["content_tag"], "content", "value")
-        self._roles = dict(ROLES)
-        self._roles |= {spec.tags[tag]: role for tag, role in ROLE_TAGS.items() if tag in spec.tags}
         self._detected: dict[tuple[str, ...], str] = {}
 
     def read(self, row: Columns) -> Conversation:
@@ -157,7 +142,7 @@ class Reader:
             names = tuple(columns)
             row_format = self._detected.get(names) if len(names) < 64 else None
             if row_format is None:
-                row_format = self._detected[names] = detect(names, prompts=self.spec.prompts)
+                row_format = self._detected[names] = detect(names, prompts=self.spec.prompts, pairs=self.spec.pairs)
             if row_format != self.format:
                 raise BadRow(
                     f"mixed formats: this row is {row_format}, the file began as {self.format}. Split the file"
@@ -170,9 +155,12 @@ class Reader:
         if self.spec.prompts:
             return self._read_prompt(format, columns)
         conversation = self._read_conversation(format, columns)
-        if conversation.kind == "chat":
-            check_turns(conversation.messages)
-            check_tools(conversation.messages, conversation.tools)
+        if conversation.rejected is not None and any(side.images for side in conversation.sides):
+            raise BadRow("the row has images; this version compares answers to texts alone")
+        for side in conversation.sides:
+            if side.kind == "chat":
+                check_turns(side.messages)
+                check_tools(side.messages, side.tools)
         if not self._keep_columns:
             return conversation
         used = format.required | format.optional
@@ -180,7 +168,12 @@ class Reader:
 
     def _read_conversation(self, format: Format, columns: Columns) -> Conversation:
         """Return the conversation with its images in their places, and the system message that it may lack."""
-        conversation = self._place_row_images(format.read(self, columns), columns)
+        conversation = self._complete(format.read(self, columns), columns)
+        rejected = conversation.rejected
+        return conversation if rejected is None else replace(conversation, rejected=self._complete(rejected, columns))
+
+    def _complete(self, conversation: Conversation, columns: Columns) -> Conversation:
+        conversation = self._place_row_images(conversation, columns)
         messages, first = conversation.messages, conversation.first_trained
         if self.spec.system is None or conversation.kind != "chat" or (messages and messages[0].role == "system"):
             return conversation
@@ -241,95 +234,6 @@ class Reader:
             others.setdefault("response", answer[-1].get("content") if is_messages else answer)
         return Conversation(messages, kind, tools, columns=others)
 
-    def messages(self, value: Any, column: str) -> tuple[tuple[Message, ...], tuple[dict[str, Any], ...]]:
-        """Return messages of any dialect and the tools declared in them. Turns of tool calls join the turn before."""
-        value = parsed(value, column)
-        if not isinstance(value, list) or not value:
-            raise BadRow(f"'{column}' must be a non-empty list of messages, found {shown(value)}")
-        messages: list[Message] = []
-        tools: tuple[dict[str, Any], ...] = ()
-        for index, item in enumerate(value):
-            name = f"{column}[{index}]"
-            role, message, declared = self._read_message(item, name)
-            tools += declared
-            if message.role == "system" and declared and not message.content:
-                continue  # LLaMA-Factory v1 keeps the tools in a system turn of their own
-            before = messages[-1] if messages else None
-            if role == "calls" and before is not None and before.role == "assistant":
-                messages[-1] = replace(
-                    before,
-                    tool_calls=before.tool_calls + message.tool_calls,
-                    weight=before.weight if message.weight is None else message.weight,
-                    images=before.images + message.images,
-                )
-            else:
-                messages.append(message)
-        return tuple(messages), tools
-
-    def _read_message(self, item: Any, name: str) -> tuple[str, Message, tuple[dict[str, Any], ...]]:
-        if not isinstance(item, dict):
-            raise BadRow(f"{name} must be an object with a role and content, found {shown(item)}")
-        role_key = next((key for key in self._role_keys if key in item), "role")
-        content_key = next((key for key in self._content_keys if key in item), "content")
-        raw_role = item.get(role_key)
-        role = self._roles.get(raw_role) if isinstance(raw_role, str) else None
-        if role is None:
-            raise BadRow(f"{name} has role {shown(raw_role)}. Known roles: {', '.join(sorted(self._roles))}")
-        others = {key: value for key, value in item.items() if key not in (role_key, content_key) and value is not None}
-        weight = weight_of(others, name)
-        if weight and role not in ("assistant", "calls"):
-            raise BadRow(f"{name} ({role}) has a weight of {weight} in the loss; only the assistant's turns take one")
-        calls = tool_calls_of(others.pop("tool_calls", None), name)
-        legacy = others.pop("function_call", None)
-        if legacy:
-            calls += tool_calls_of(legacy, name)
-        reasoning = first_text(others, REASONING, name)
-        content = item.get(content_key)
-        parts = Parts()
-        if isinstance(content, list):
-            parts = Parts.read(content, name)
-            content, calls, reasoning = parts.text, calls + parts.calls, reasoning or parts.reasoning
-        if role == "calls":
-            calls += tool_calls_of(parsed(content, name), name) if content else ()
-            content = ""
-            if not calls:
-                raise BadRow(f"{name} ({raw_role}) holds no tool call")
-        if content is None and (calls or reasoning is not None):
-            content = ""
-        if not isinstance(content, str):
-            raise BadRow(f"{name} ({raw_role}) has content {shown(content)}; it must be a text")
-        if calls and role not in ("assistant", "calls"):
-            raise BadRow(f"{name} ({role}) has tool calls; only the assistant can call tools")
-        check_texts(others, name)
-        message_role: Role = "assistant" if role == "calls" else role  # type: ignore[assignment]
-        content = content if parts.images else text_of(content, name)  # its parts are checked already
-        message = Message(message_role, content, calls, reasoning, weight, others, parts.images, str(raw_role))
-        return role, message, parts.tools
-
-    def conversation(self, columns: Columns, name: str) -> Conversation:
-        """Return the conversation of a row whose `name` column is a list of messages."""
-        messages, tools = self.messages(columns[name], name)
-        if columns.get("system") and messages[0].role == "system":
-            raise BadRow("the system prompt is given twice: in the `system` column and as the first message")
-        tools = (*tools_of(columns.get("tools")), *tools_of(columns.get("functions")), *tools)
-        return Conversation((*self.system(columns), *messages), tools=tools)
-
-    def system(self, columns: Columns) -> tuple[Message, ...]:
-        """Return the message of the `system` column, if it is not empty."""
-        value = columns.get("system")
-        return (Message("system", text_of(value, "system")),) if value else ()
-
-    def history(self, columns: Columns) -> tuple[Message, ...]:
-        """Return the messages of the `history` column: earlier [question, answer] pairs."""
-        value = parsed(columns.get("history") or [], "history")
-        if not isinstance(value, list) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value):
-            raise BadRow(f"'history' must be a list of [question, answer] pairs, found {shown(value)}")
-        return tuple(
-            Message("assistant" if side else "user", text_of(pair[side], f"history[{index}]"))
-            for index, pair in enumerate(value)
-            for side in (0, 1)
-        )
-
 
 def _refuse_untrainable(columns: Columns) -> None:
     """Raise BadRow for rows that would be trained as text although they are not meant to be."""
@@ -383,8 +287,10 @@ def _read_plain_text(_: Reader, columns: Columns) -> Conversation:
     return Conversation((Message("assistant", text),), "text")
 
 
-def _define_format(required: str, optional: str, read: Callable[[Reader, Columns], Conversation]) -> Format:
-    return Format(frozenset(required.split()), frozenset((*optional.split(), *IMAGE_COLUMNS)), read)
+def _define_format(
+    required: str, optional: str, read: Callable[[Reader, Columns], Conversation], *, is_pair: bool = False
+) -> Format:
+    return Format(frozenset(required.split()), frozenset((*optional.split(), *IMAGE_COLUMNS)), read, is_pair)
 
 
 FORMATS: Mapping[str, Format] = {
@@ -398,6 +304,18 @@ FORMATS: Mapping[str, Format] = {
     "query_response": _define_format("query response", "history system tools", _read_query_response),
     "prompt_completion": _define_format("prompt completion", "tools", _read_prompt_completion),
     "text": _define_format("text", "", _read_plain_text),
+    "preference": _define_format(
+        "chosen rejected",
+        "prompt messages conversations instruction input query history system tools",
+        read_preference,
+        is_pair=True,
+    ),
+    "rejected_response": _define_format(
+        "rejected_response", "messages query response history system tools", read_rejected_response, is_pair=True
+    ),
+    "rejected_messages": _define_format(
+        "messages rejected_messages", "system tools", read_rejected_messages, is_pair=True
+    ),
 }
 """Formats by name. `messages` is OpenAI's format, which ms-swift and TRL share, with its dialects."""
 

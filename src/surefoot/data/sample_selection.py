@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from surefoot.data.pairs import CHOSEN, QUESTION, REJECTED, Kept, keep_within, select_tokens
 from surefoot.data.shard import Shard
 
 Truncation = Literal["error", "drop", "left", "right"]
@@ -52,6 +53,10 @@ class SampleOptions:
             return f"The model has positions for {self.largest_limit} tokens, so"
         return f"Set {self.limit_name}: {self.largest_limit}, which is all that the model has positions for, and"
 
+    def keep_of_pairs(self, parts: NDArray[np.int32]) -> Kept:
+        """Return which tokens are kept of pairs. Shapes: parts [S, 3], see `Shard`."""
+        return keep_within(parts, self.max_length, cuts_question=self.truncation == "left")
+
     def kept_range(self, length: int) -> tuple[int, int]:
         """Return the range of a sample's tokens that is kept."""
         begin = max(length - self.max_length, 0) if self.truncation == "left" else 0
@@ -67,7 +72,7 @@ class ChunkSamples:
     rows: NDArray[np.int64]
     """[S]: row numbers in the chunk."""
     lengths: NDArray[np.int64]
-    """[S]: tokens after cutting."""
+    """[S]: tokens after cutting; of both sequences of a pair."""
     trained: NDArray[np.int64]
     """[S]: trained tokens after cutting."""
     is_cut: NDArray[np.bool_]
@@ -99,18 +104,19 @@ def select_samples(shard: Shard, rows: tuple[int, int], options: SampleOptions, 
     in_range = mask_samples(shard, rows, options)
     lengths = shard.lengths
     too_long = lengths > options.max_length
-    cut_lengths = np.minimum(lengths, options.max_length)
-    begins = lengths - cut_lengths if options.truncation == "left" else np.zeros_like(lengths)
-    trained, loses_trained = _count_trained_tokens(shard, begins, begins + cut_lengths, options.train_on)
     has_images = shard.image_counts > 0  # an image's tokens are meaningless if some are cut off
-    for sample in np.flatnonzero(has_images) if options.image_token is not None else ():
-        predicted = slice(begins[sample] + 1, begins[sample] + cut_lengths[sample])
-        trained[sample] = np.count_nonzero(token_weights(shard, int(sample), options)[predicted])
+    measure = _measure_samples(shard, options) if shard.parts is None else _measure_pairs(shard, shard.parts, options)
+    cut_lengths, trained, loses_trained = measure
     is_untrained = (lengths if are_prompts else trained) == 0
     is_refused = too_long & (has_images | (options.truncation in ("error", "drop")))
     used = in_range & ~(is_untrained | is_refused)
     reasons = [
-        (int(shard.lines[i]), _explain_skip(int(lengths[i]), options, bool(loses_trained[i]), bool(has_images[i])))
+        (
+            int(shard.lines[i]),
+            _explain_skip(
+                int(lengths[i]), options, bool(loses_trained[i]), bool(has_images[i]), shard.parts is not None
+            ),
+        )
         for i in np.flatnonzero(in_range & ~used)
     ]
     # Each side of a held-out split counts its own samples; a bad row has no side and counts with the training rows.
@@ -127,9 +133,43 @@ def select_samples(shard: Shard, rows: tuple[int, int], options: SampleOptions, 
     )
 
 
+def _measure_samples(
+    shard: Shard, options: SampleOptions
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+    """Return [S] the tokens after cutting, the trained ones among them, and whether any trained token is lost."""
+    cut_lengths = np.minimum(shard.lengths, options.max_length)
+    begins = shard.lengths - cut_lengths if options.truncation == "left" else np.zeros_like(cut_lengths)
+    trained, loses_trained = _count_trained_tokens(shard, begins, begins + cut_lengths, options.train_on)
+    for sample in np.flatnonzero(shard.image_counts) if options.image_token is not None else ():
+        predicted = slice(begins[sample] + 1, begins[sample] + cut_lengths[sample])
+        trained[sample] = np.count_nonzero(token_weights(shard, int(sample), options)[predicted])
+    return cut_lengths, trained, loses_trained
+
+
+def _measure_pairs(
+    shard: Shard, parts: NDArray[np.int32], options: SampleOptions
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+    """Return the same of pairs. Nothing counts as trained if nothing of one answer is, or if what is left is equal."""
+    kept = options.keep_of_pairs(parts)
+    trained = np.zeros(len(shard), np.int64)
+    loses_trained = np.zeros(len(shard), np.bool_)
+    for sample in range(len(shard)):
+        weights = token_weights(shard, sample, options)
+        indices = select_tokens(parts, kept, sample)
+        ends = np.cumsum(kept.tokens[sample])
+        chosen, rejected = (indices[ends[part - 1] : ends[part]] for part in (CHOSEN, REJECTED))
+        counts = [int(np.count_nonzero(weights[answer])) for answer in (chosen, rejected)]
+        first = int(shard.offsets[sample])
+        if all(counts) and kept.tokens[sample, QUESTION]:
+            is_equal = np.array_equal(shard.ids[first + chosen], shard.ids[first + rejected])
+            trained[sample] = 0 if is_equal else sum(counts)
+        loses_trained[sample] = trained[sample] < np.count_nonzero(weights)
+    return kept.sequence_tokens, trained, loses_trained
+
+
 def token_weights(shard: Shard, sample: int, options: SampleOptions) -> NDArray[np.float32]:
     """Return the weight of each token of an uncut sample in the loss: float32 [n]."""
-    length, train_on = int(shard.lengths[sample]), options.train_on
+    length, train_on = int(shard.sizes[sample]), options.train_on
     weights = np.full(length, train_on == "all", np.float32)
     first, end = int(shard.span_offsets[sample]), int(shard.span_offsets[sample + 1])
     for index in range(first, end):
@@ -169,12 +209,13 @@ def _count_trained_tokens(
     return trained, np.bincount(owner[is_trained & outside], minlength=len(shard)) > 0
 
 
-def _explain_skip(length: int, options: SampleOptions, loses_trained: bool, has_images: bool) -> str:
+def _explain_skip(length: int, options: SampleOptions, loses_trained: bool, has_images: bool, is_pair: bool) -> str:
     if length > options.max_length:
         if has_images:
             return f"{length} tokens with images, which are never cut, longer than {options.limit}"
         if options.truncation in ("error", "drop"):
             return f"{length} tokens, longer than {options.limit}"
         if loses_trained:
-            return f"{length} tokens: cut to {options.limit}, nothing trained is left"
+            left = "its answers are equal, or nothing of one is left" if is_pair else "nothing trained is left"
+            return f"{length} tokens: cut to {options.limit}, {left}"
     return "no token of it is trained"

@@ -68,6 +68,8 @@ class ShardWriter:
             "flags": np.array([sample.flags for sample in samples], np.uint8),
             "image_counts": np.array([len(sample.images) for sample in samples], np.int32),
         }
+        if any(sample.parts is not None for sample in samples):
+            tensors["parts"] = np.array([sample.parts for sample in samples], np.int32)
         columns = [row.columns for row in self.rows]
         images = [[asdict(image) for image in sample.images] for sample in samples]
         metadata = {
@@ -104,6 +106,8 @@ class Shard:
     """[S]: bits of `Oddity`."""
     image_counts: NDArray[np.int32]
     """[S]: images of each sample."""
+    parts: NDArray[np.int32] | None = None
+    """[S, 3]: tokens of the question and the two answers of each pair; None if rows are no pairs."""
 
     def __init__(self, path: Path) -> None:
         header = read_header(path)
@@ -124,9 +128,14 @@ class Shard:
         return int(self._metadata["max_id"])
 
     @cached_property
-    def lengths(self) -> NDArray[np.int64]:
+    def sizes(self) -> NDArray[np.int64]:
         """[S]: tokens of each sample."""
         return np.diff(self.offsets)
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """[S]: tokens of the longest sequence of each sample: the sample, or the question with its longer answer."""
+        return self.sizes if self.parts is None else self.parts[:, 0] + self.parts[:, 1:].max(1).astype(np.int64)
 
     @cached_property
     def problems(self) -> Sequence[tuple[int, int, str]]:

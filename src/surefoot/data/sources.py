@@ -102,7 +102,10 @@ def sources_of(loaded: LoadedConfig, setting: DataSetting, *, only_local: bool =
     ]
     sources = find_sources(resolved_items, loaded.where(setting))
     return [
-        replace(source, spec=replace(source.spec, prompts=config.row.is_prompt, system=config.system))
+        replace(
+            source,
+            spec=replace(source.spec, prompts=config.row.is_prompt, pairs=config.row.is_pair, system=config.system),
+        )
         for source in sources
     ]
 
@@ -342,7 +345,8 @@ INFO_COLUMNS: dict[str, dict[str, str]] = {
 }
 """Map from LLaMA-Factory's column names to Surefoot's, by `formatting`."""
 INFO_TAGS = ("role_tag", "content_tag", "user_tag", "assistant_tag", "observation_tag", "function_tag", "system_tag")
-UNTRAINABLE_INFO = ("videos", "audios", "chosen", "rejected", "kto_tag")
+PAIR_COLUMNS = {"chosen": "chosen", "rejected": "rejected"}
+UNTRAINABLE_INFO = ("videos", "audios", "kto_tag")
 
 
 def _build_info_spec(entry: Mapping[str, Any], at: str) -> FormatSpec:
@@ -351,7 +355,8 @@ def _build_info_spec(entry: Mapping[str, Any], at: str) -> FormatSpec:
     if not isinstance(formatting, str) or formatting not in INFO_COLUMNS:
         known_formats = ", ".join(INFO_COLUMNS)
         raise _BadSource(f"{at}: formatting {shown(formatting)} is not known. Known: {known_formats}")
-    columns_by_name = {**INFO_COLUMNS[formatting], "system": "system", "tools": "tools", "images": "images"}
+    others = {name: name for name in ("system", "tools", "images")}
+    columns_by_name = {**INFO_COLUMNS[formatting], **PAIR_COLUMNS, **others}
     for name, value, names in (("columns", columns, (*columns_by_name, *UNTRAINABLE_INFO)), ("tags", tags, INFO_TAGS)):
         if value is not None and not isinstance(value, dict):
             raise _BadSource(f"{at}: {name} is {value!r}; it must be an object")
@@ -370,6 +375,8 @@ def _build_info_spec(entry: Mapping[str, Any], at: str) -> FormatSpec:
     if formatting == "alpaca" and list(used) == ["prompt"]:  # LLaMA-Factory's form for pre-training
         return FormatSpec("text", {"text": used["prompt"]}, only_mapped=True, named_in=at)
     format = "messages" if formatting == "openai" else formatting
+    if used.keys() & PAIR_COLUMNS.keys():
+        format = "preference"
     mapped = {columns_by_name[name]: column for name, column in used.items()}
     return FormatSpec(format, mapped, tags, only_mapped=bool(columns), named_in=at)
 

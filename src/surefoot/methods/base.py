@@ -38,12 +38,20 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class BatchTotals:
-    """Token counts of the global batch, over all ranks, by which losses per token are normalised."""
+    """Counts of the global batch, over all ranks, by which losses are normalised."""
 
     tokens: int
     trained: int
     weight: float
     """Sum of the trained tokens' weights; equal to `trained` unless rows set weights."""
+    sequences: int = 1
+    """Number of sequences; a pair of answers is two."""
+
+    @classmethod
+    def of(cls, counts: Sequence[float]) -> "BatchTotals":
+        """Return the totals from the sum of `counts_of` over the ranks."""
+        tokens, trained, weight, sequences = counts
+        return cls(round(tokens), round(trained), weight, round(sequences))
 
 
 @dataclass(frozen=True)
@@ -258,7 +266,12 @@ class PlannedObjective(PlannedLoss):
     tokens_per_sequence: int
 
     def __call__(self, built: BuiltModel, batch: MicroBatch) -> Callable[[], Tensor]:
-        """Return a function that computes the loss of a micro-batch that is the whole step."""
+        """Return a function that computes the loss of a micro-batch that is the whole step, with what it needs."""
         objective = self.method.build_objective(built, self.run, SINGLE_PROCESS)
-        totals = BatchTotals(batch.num_tokens, batch.num_trained, float(batch.num_trained))
-        return lambda: objective.loss(batch, totals).total
+        totals = BatchTotals(batch.num_tokens, batch.num_trained, float(batch.num_trained), batch.num_sequences)
+
+        def loss() -> Tensor:
+            (complete,) = objective.begin_step([batch])
+            return objective.loss(complete, totals).total
+
+        return loss

@@ -159,13 +159,15 @@ class TokenLoss:
 class TokenLogprobs:
     """The log-probability of each trained token of a batch, and the entropy where it was predicted, in nats.
 
-    The distribution is the one that completions are drawn from: it excludes tokens that stand for an image.
+    With `is_drawn`, the distribution is the one that completions are drawn from: it excludes tokens that stand for an
+    image.
     """
 
-    def __init__(self, model: PreTrainedModel, temperature: float) -> None:
+    def __init__(self, model: PreTrainedModel, temperature: float = 1.0, *, is_drawn: bool = True) -> None:
         """Detect how the model computes its logits, which are divided by `temperature`. Collective."""
         self._model = model
-        self._banned = torch.tensor(sorted(image_tokens(model)), dtype=torch.int64, device=model.device)
+        banned = sorted(image_tokens(model)) if is_drawn else []
+        self._banned = torch.tensor(banned, dtype=torch.int64, device=model.device)
         self._temperature = temperature
         self._run = as_fsdp_forward(model, self._compute_logprobs)
         self._head = _find_output_layer(model)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, islice
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -47,6 +47,8 @@ class RunData:
         """Create the order of the data. `reader`: opens images; None for a model without vision."""
         config = loaded.run
         self.reader = reader
+        self.shares_questions = False
+        """Whether the question of a pair stands in its batch once, for both answers."""
         self._ranks = ranks
         self.layout = Layout.of(config, ranks.size, rank=ranks.rank)
         self.train = train
@@ -60,7 +62,7 @@ class RunData:
             sequences_per_step=config.sequences_per_step // config.sequences_per_row,
             seed=config.seed,
             shuffle=config.shuffle,
-            pack_length=config.max_length if config.packing else None,
+            pack_length=config.pack_length,
         )
 
     def prepare(self, position: Position) -> None:
@@ -136,13 +138,23 @@ class RunData:
         def read_step() -> tuple[StepBatch, list[MicroBatch]]:
             self.check_prepared()
             step = self.order.step(position)
-            part = self.layout.data_rank, self.layout.data_size
             self._read_ahead(step)
-            batches = list(micro_batches(step.sequences, self.train, self._rows_each, *part, self.reader))
+            batches = list(micro_batches(step.sequences, self.train, **self._collation))
             self._read_ahead_of_next(step)
             return step, batches
 
         return self._read_batches(read_step)
+
+    @property
+    def _collation(self) -> dict[str, Any]:
+        """Arguments of `micro_batches` besides the rows."""
+        return {
+            "rows_each": self._rows_each,
+            "rank": self.layout.data_rank,
+            "num_ranks": self.layout.data_size,
+            "reader": self.reader,
+            "shares_questions": self.shares_questions,
+        }
 
     def _read_ahead_of_next(self, step: StepBatch) -> None:
         """Let the workers begin with the images of the next step, if there is one and its rows are prepared already."""
@@ -170,7 +182,7 @@ class RunData:
     def eval_batches(self) -> Iterator[MicroBatch]:
         """Yield this rank's part of the held-out samples, as many batches on each rank. Collective with images."""
         assert self.held_out is not None
-        batches = all_batches(self.held_out, self._rows_each, self.layout.data_rank, self.layout.data_size, self.reader)
+        batches = all_batches(self.held_out, **self._collation)
         last_heartbeat_s, num_batches = time.monotonic(), 0
         while batch := self._read_batches(lambda: list(islice(batches, 1))):
             yield from batch

@@ -11,18 +11,15 @@ from surefoot.errors import ConfigError
 from surefoot.migrate.drop_invalid import drop_invalid_settings
 from surefoot.migrate.field_map import (
     TRACKERS,
-    as_list,
     can_be_null,
-    is_null,
     map_rewards,
     map_setting,
-    parse_number,
     system_file,
 )
 from surefoot.migrate.imported_run import PATHS, ImportedRun
 from surefoot.migrate.lint import lint
 from surefoot.migrate.parsed_run import ParsedRun
-from surefoot.migrate.peer_defaults import collect_defaults, note_peer_defaults
+from surefoot.migrate.peer_defaults import collect_defaults, disables_dropout, note_peer_defaults
 from surefoot.migrate.peer_tables import (
     IGNORED,
     IGNORED_IF,
@@ -32,10 +29,12 @@ from surefoot.migrate.peer_tables import (
     VLLM_FLAGS,
     VLLM_OPTIONS,
 )
+from surefoot.migrate.preferences import LIMITS
 from surefoot.migrate.rollout_engine import choose_rollout_engine
 from surefoot.migrate.sharding import check_deepspeed_config, read_deepspeed_settings
 from surefoot.migrate.sources import list_axolotl_left_out, list_swift_left_out, note_hub_of_model
 from surefoot.migrate.trained_modules import choose_linear_targets, choose_trained_modules, leave_out_expert_dropout
+from surefoot.migrate.values import as_list, is_null, parse_number
 
 VARIABLES = {
     "NPROC_PER_NODE": "nproc_per_node",
@@ -111,11 +110,15 @@ def _start_import(imported: ImportedRun) -> None:
         imported.settings["train_on"] = ("all", f"stage pt of {run.program}")
         if run.program == "LLaMA-Factory" and "packing" not in run.settings:
             imported.settings["packing"] = (True, f"stage pt of {run.program}")
-    if run.method == "grpo":
-        imported.settings["method"] = ("grpo", run.program)
-    elif run.method != "sft":
+    if run.method == "ipo" and run.program == "axolotl":  # there a method of its own
+        run.method = "dpo"
+        imported.settings["loss_type"] = ("ipo", f"rl of {run.get_location('rl')}")
+    if run.method in method_names():
+        imported.settings |= {"method": (run.method, run.program)} if run.method != "sft" else {}
+    else:
+        available = ", ".join(method_names())
         left_out[f"method = {run.method}"] = (
-            f"only sft and grpo are available; `method: {run.method}` keeps this from being trained as one of them"
+            f"only {available} are available; `method: {run.method}` keeps this from being trained as one of them"
         )
         imported.settings["method"] = (run.method, "not available yet")
 
@@ -168,6 +171,9 @@ def _list_left_out_parts(run: ParsedRun, name: str, value: Any, peer_setting: st
         return {f"the hub of {peer_setting}": note} if note is not None else {}
     if name == "system" and (path := system_file(run, value)) is not None and not path.is_file():
         return {peer_setting: "there is no such file here; give the text that it holds as system"}
+    if name == "pref_ftx" and parse_number(value):
+        why = "LLaMA-Factory averages the tokens of each answer first, sft_weight those of the whole step"
+        return {f"the average of {peer_setting}": why}
     if name == "report_to":
         unsupported = [tracker for tracker in as_list(value) if tracker not in (*TRACKERS, "none", None)]
         return {f"{name} = {tracker}": f"only {', '.join(TRACKERS)} are available" for tracker in unsupported}
@@ -177,7 +183,9 @@ def _list_left_out_parts(run: ParsedRun, name: str, value: Any, peer_setting: st
 def _record_unmapped_setting(imported: ImportedRun, name: str, value: Any, peer_setting: str) -> None:
     """Record a peer setting without a counterpart: as left out, as ignored, or as unknown."""
     left_out = imported.left_out
-    if name in UNSUPPORTED_GRPO:
+    if imported.source.method == "dpo" and name in LIMITS:
+        left_out[peer_setting] = "max_length limits the question with one answer"
+    elif name in UNSUPPORTED_GRPO:
         left_out[peer_setting] = "rollouts have no such setting"
     elif name in NOT_HERE:
         if value is True or value not in (False, None, 1, "1"):
@@ -278,9 +286,11 @@ def _leave_out_redundant_evaluation(imported: ImportedRun) -> None:
         settings.setdefault("eval_steps", (imported.get_value("save_steps"), f"default of {program}"))
     if not imported.has_evaluation:
         imported.leave_out("eval_steps", "no evaluation data is set")
-    if imported.source.method == "grpo":
-        for name in ("packing", "train_on"):
-            imported.leave_out(name, "not available with method: grpo")
+    method = imported.source.method
+    for name in {"grpo": ("packing", "train_on"), "dpo": ("train_on",)}.get(method, ()):
+        imported.leave_out(name, f"not available with method: {method}")
+    if disables_dropout(imported.source):
+        imported.leave_out("lora_dropout", "the trainer turns dropout off (disable_dropout)")
 
 
 def _set_rendezvous_endpoint(imported: ImportedRun) -> None:

@@ -19,8 +19,10 @@ from surefoot.migrate.peer_tables import (
     REWARDS,
     UNSUPPORTED,
 )
+from surefoot.migrate.preferences import map_preferences
 from surefoot.migrate.sharding import FSDP_SETTINGS, map_fsdp_settings
 from surefoot.migrate.sources import check_entries, map_axolotl_source, parse_swift_source
+from surefoot.migrate.values import as_list, is_null, parse_number
 
 TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow", "trackio")
 PEER_SCHEDULES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd"}
@@ -59,6 +61,7 @@ def map_setting(run: ParsedRun, name: str, value: Any) -> dict[str, Any] | None:
     if name in CARRIED_ELSEWHERE:
         return {}
     for map_part in (
+        map_preferences,
         _map_axolotl,
         _map_data,
         _map_trained_modules,
@@ -359,10 +362,6 @@ def _is_gspo(run: ParsedRun) -> bool:
     return is_sequence_level and run.settings.get("loss_type", default) == "grpo"
 
 
-def is_null(value: Any) -> bool:
-    return value is None or str(value).lower() in ("none", "null")
-
-
 def _parse_mapping(run: ParsedRun, name: str, value: Any) -> dict[str, Any] | None:
     """Return a mapping, parsed from JSON if it is a string; None for any other value.
 
@@ -374,22 +373,6 @@ def _parse_mapping(run: ParsedRun, name: str, value: Any) -> dict[str, Any] | No
         except (ValueError, RecursionError) as error:
             raise run.make_value_error(name, value, "a mapping in JSON") from error
     return value if isinstance(value, dict) else None
-
-
-def parse_number(value: Any) -> Any:
-    if isinstance(value, list):
-        return [parse_number(item) for item in value]
-    if isinstance(value, str):
-        for kind in (int, float):
-            try:
-                return kind(value)
-            except ValueError:
-                continue
-    return value
-
-
-def as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def can_be_null(name: str) -> bool:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from surefoot.findings import Finding
-from surefoot.migrate.field_map import parse_number
 from surefoot.migrate.model_kind import is_moe
 from surefoot.migrate.parsed_run import ParsedRun
+from surefoot.migrate.values import parse_number
 
 LARGEST_CARD_GB = 141
 GATHERED_GB = 40

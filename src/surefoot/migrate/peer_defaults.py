@@ -3,13 +3,14 @@
 from math import prod
 from typing import Any
 
-from surefoot.migrate.field_map import find_peer_schedule, is_null
+from surefoot.migrate.field_map import find_peer_schedule
 from surefoot.migrate.imported_run import ImportedRun
 from surefoot.migrate.parsed_run import ParsedRun
 from surefoot.migrate.peer_tables import (
     AXOLOTL_MOST_WARMUP,
     DEFAULT_NOTES,
     DEFAULTS,
+    DPO_DEFAULTS,
     GRPO_DEFAULTS,
     LORA_ALPHA_FACTOR,
     SWIFT_3_NOTE,
@@ -20,6 +21,7 @@ from surefoot.migrate.peer_tables import (
     UNCUT_PROMPTS,
 )
 from surefoot.migrate.sharding import read_deepspeed_settings
+from surefoot.migrate.values import is_null, parse_number
 
 
 def collect_defaults(imported: ImportedRun) -> dict[str, Any]:
@@ -33,12 +35,15 @@ def collect_defaults(imported: ImportedRun) -> dict[str, Any]:
         defaults |= SWIFT_3_SAMPLING
     if is_grpo:
         defaults = _replace_grpo_defaults(imported, defaults)
+    elif run.method == "dpo":
+        defaults = {name: value for name, value in defaults.items() if name != "train_on"}
+        defaults |= DPO_DEFAULTS.get(run.program, {})
     factor, rank = LORA_ALPHA_FACTOR.get(run.program), imported.get_value("lora_rank")
     if factor and isinstance(rank, int):
         defaults["lora_alpha"] = factor * rank
     if is_swift and imported.get_value("tuning", defaults.get("tuning")) == "full":
         defaults["learning_rate"] = 1e-5
-    if is_swift and run.method == "sft":
+    if is_swift and not is_grpo:
         counts = [imported.get_value(name, 1) for name in ("per_device_train_batch_size", "nproc_per_node", "nnodes")]
         if all(isinstance(count, int) and count > 0 for count in counts):
             defaults["gradient_accumulation_steps"] = -(-SWIFT_BATCH // prod(counts))
@@ -58,7 +63,8 @@ def collect_defaults(imported: ImportedRun) -> dict[str, Any]:
         "warmup_steps": "warmup_ratio" in settings or find_peer_schedule(run) == "constant",
         "gradient_accumulation_steps": "global_batch_size" in settings,
         "save_steps": run.settings.get("save_strategy", "steps") != "steps",
-        "lora_dropout": is_grpo,  # Surefoot's GRPO refuses LoRA dropout
+        # Surefoot's GRPO refuses LoRA dropout, and trainers of DPO turn dropout off.
+        "lora_dropout": is_grpo or disables_dropout(run),
         **dict.fromkeys(read_deepspeed_settings(imported), True),
     }
     return {name: value for name, value in defaults.items() if not is_overridden.get(name)}
@@ -87,7 +93,9 @@ def note_peer_defaults(imported: ImportedRun) -> None:
     explicit |= {"warmup_ratio"} if "warmup_ratio" not in imported.settings else set()
     explicit |= {"save_steps"} if "saves_per_epoch" in run.settings else set()
     notes = DEFAULT_NOTES.get(run.program, {})
-    if run.method != "sft":
+    if run.method == "dpo":
+        notes = {name: why for name, why in notes.items() if name != "train_on"}
+    elif run.method != "sft":
         notes = {name: why for name, why in notes.items() if name == "nproc_per_node"}
         if run.program == "ms-swift" and not _is_swift_3(run):
             notes["top_p"] = SWIFT_3_NOTE
@@ -100,6 +108,11 @@ def note_peer_defaults(imported: ImportedRun) -> None:
         if name in imported.settings:
             value, origin = imported.settings[name]
             imported.settings[name] = (value, f"{origin}, as near as it can be: see below")
+
+
+def disables_dropout(run: ParsedRun) -> bool:
+    """Return whether the run's trainer turns all dropout off, as those of DPO do by default."""
+    return run.method == "dpo" and parse_number(run.settings.get("disable_dropout")) is not False
 
 
 def _is_swift_3(run: ParsedRun) -> bool:

@@ -58,6 +58,8 @@ TRL_WITH_VLLM: Settings = {"importance_correction": "sequence_mask", "importance
 """TRL's further defaults for GRPO with vLLM."""
 SWIFT_3_SAMPLING: Settings = {"top_k": 50, "top_p": 0.9}
 """Further defaults for GRPO of ms-swift before 4.1."""
+DPO_DEFAULTS: dict[str, Settings] = {"TRL": {"learning_rate": 1e-6}}
+"""Program -> its further defaults for DPO."""
 AXOLOTL_MOST_WARMUP = 100
 """Most steps of axolotl's default warm-up."""
 SWIFT_BATCH = 16

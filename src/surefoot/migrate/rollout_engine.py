@@ -3,10 +3,10 @@
 from typing import Any
 
 from surefoot.config.methods import known_fields
-from surefoot.migrate.field_map import as_list, parse_number
 from surefoot.migrate.imported_run import ImportedRun
 from surefoot.migrate.peer_defaults import collect_defaults
 from surefoot.migrate.peer_tables import VLLM_FLAGS, VLLM_OPTIONS
+from surefoot.migrate.values import as_list, parse_number
 
 ADDRESS_SETTINGS = ("vllm_server_host", "vllm_server_port")
 """Peer settings with the address of a server that was started elsewhere."""

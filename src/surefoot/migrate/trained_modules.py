@@ -3,9 +3,9 @@
 import re
 
 from surefoot.errors import ConfigError
-from surefoot.migrate.field_map import as_list, parse_number
 from surefoot.migrate.imported_run import ImportedRun
 from surefoot.migrate.model_kind import has_vision_tower, is_moe
+from surefoot.migrate.values import as_list, parse_number
 
 LORA_SETTINGS = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "use_rslora")
 TRAIN_TOWERS = frozenset({"TRL", "axolotl"})

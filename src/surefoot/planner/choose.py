@@ -113,7 +113,8 @@ def _with(run: RunConfig, recompute: Checkpointing, rows: int) -> RunConfig:
 def _list_row_counts(run: RunConfig) -> list[int]:
     """Return the numbers of sequences to try for a forward: powers of two, the smallest first."""
     ranks = run.nproc_per_node * run.nnodes
-    most = min(-(-run.sequences_per_step // ranks), max(1, MOST_TOKENS // sequence_length(run)))
+    most_samples = MOST_TOKENS // (sequence_length(run) * run.sequences_per_sample)
+    most = min(-(-run.sequences_per_step // ranks), max(1, most_samples))
     return [1 << power for power in range(most.bit_length())]
 
 

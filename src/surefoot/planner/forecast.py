@@ -172,8 +172,8 @@ def forecast(
             f"model ({where('expert_parallel_size')})."
         )
     model = ShardedModel(sizes, layout)
-    all_sequences = run.global_batch_size or run.sequences_per_step * ranks
-    sequences = -(-all_sequences // ranks)
+    all_samples = run.global_batch_size or run.sequences_per_step * ranks
+    sequences = -(-all_samples // ranks) * run.sequences_per_sample
     step = _plan_step(run, base, sequences, where)
     micro_batches = -(-sequences // step.rows)
     trace = EMPTY_TRACE
@@ -201,7 +201,7 @@ def forecast(
         phases=forecast_memory(model, trace, setup),
         host_free_bytes=host_free_bytes,
         step_s=compute_s + sent / device.link_bytes_per_s + _estimate_offload_s(model, micro_batches),
-        sequences_per_step=all_sequences,
+        sequences_per_step=all_samples * run.sequences_per_sample,
         communication_bytes=sent,
         images=step.images,
         server=server,
@@ -213,12 +213,12 @@ def _plan_step(run: RunConfig, base: Path, sequences: int, where: Callable[..., 
 
     Raises: ConfigError for more tokens in one forward than plans are made for.
     """
-    rows = min(run.rows_at_a_time, sequences)
+    rows = min(run.rows_at_a_time * run.sequences_per_sample, sequences)
     length = sequence_length(run)
     if rows * length > MAX_FORWARD_TOKENS:
         raise ConfigError(
-            f"per_device_train_batch_size={rows} sequences of {length} tokens are {rows * length} tokens in one "
-            f"forward, and the plan can trace at most {MAX_FORWARD_TOKENS} "
+            f"per_device_train_batch_size={run.rows_at_a_time}: {rows} sequences of {length} tokens are "
+            f"{rows * length} tokens in one forward, and the plan can trace at most {MAX_FORWARD_TOKENS} "
             f"({where('per_device_train_batch_size', 'max_length')})."
         )
     return StepSpec(

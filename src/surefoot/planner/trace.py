@@ -286,6 +286,7 @@ def make_shaped_batch(lengths: Sequence[int], trained: int, vision: Vision | Non
         targets=torch.empty(trained, dtype=torch.int64),
         weights=None,
         row_refs=(),
+        answer_of=torch.empty(trained, dtype=torch.int64),
         vision=vision,
     )
 

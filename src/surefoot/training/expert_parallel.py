@@ -146,8 +146,7 @@ def _measure_step_s(
     seconds: list[float] = []
     for _ in range(WARMUP_STEPS + TIMED_STEPS):
         step_batch, local_batches = ranks.run_or_raise_on_all(partial(batches, position))
-        tokens, trained, weight = ranks.sum(counts_of(local_batches))
-        totals = BatchTotals(round(tokens), round(trained), weight)
+        totals = BatchTotals.of(ranks.sum(counts_of(local_batches)))
         on_device = [batch.to(train_contexts[0].device) for batch in local_batches]
         taken_s = _time_slowest_rank(partial(_take_step, on_device, totals, train_contexts[0]), ranks)
         if taken_s is None:

@@ -149,14 +149,14 @@ def _next_batch(loop: LoopContext, state: TrainState, stop: StopSignal) -> _Agre
         error = caught
     local_counts = [*counts_of(micro_batches), stop.received is not None, error is not None]
     with loop.phases("collectives"):
-        tokens, trained, weight, stops, errors = loop.ranks.sum(local_counts)
+        *counts, stops, errors = loop.ranks.sum(local_counts)
     if errors:
         loop.ranks.raise_failures(error)
     if stops:
         return None
     assert step_batch is not None
     loop.emit(_describe_batch(loop, state.step + 1, micro_batches))
-    return _AgreedBatch(step_batch, micro_batches, BatchTotals(round(tokens), round(trained), weight), began)
+    return _AgreedBatch(step_batch, micro_batches, BatchTotals.of(counts), began)
 
 
 def _describe_batch(loop: LoopContext, step: int, batches: Sequence[MicroBatch]) -> BatchDescribed:

@@ -22,8 +22,9 @@ LARGEST_SQUARE = torch.finfo(torch.float32).max
 
 
 def counts_of(batches: Sequence[MicroBatch]) -> list[float]:
-    """Return (tokens, trained tokens, their weight) of one rank's batches; summed over the ranks, the step's totals."""
-    return [sum(getattr(batch, name) for batch in batches) for name in ("num_tokens", "num_trained", "trained_weight")]
+    """Return the counts of one rank's batches that, summed over the ranks, are those of `BatchTotals`."""
+    names = ("num_tokens", "num_trained", "trained_weight", "num_sequences")
+    return [sum(getattr(batch, name) for batch in batches) for name in names]
 
 
 @dataclass(frozen=True)

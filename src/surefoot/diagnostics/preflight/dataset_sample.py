@@ -66,8 +66,10 @@ def _check_first_rows(loaded: LoadedConfig) -> Result:
                 if is_vision_model and conversation.images and sum(map(bool, images)) < MAX_ROWS_OPENED:
                     _open_image_files(conversation, folder_of_file, run, place)
                 images.append(len(conversation.images))
-                if template is not None and (is_vision_model or not images[-1]):
-                    text = _render(template, conversation, place)
+                if template is None or (images[-1] and not is_vision_model):
+                    continue
+                for side in conversation.sides:
+                    text = _render(template, side, place)
                     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
                     check_vocabulary(max(ids, default=0), config.get_text_config().vocab_size, place)
                     too_long += [f"{place} has {len(ids)} tokens"] if len(ids) > run.max_length else []

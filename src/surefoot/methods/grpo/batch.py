@@ -41,8 +41,8 @@ class Trajectory:
 class CompletionBatch(MicroBatch):
     """Completions of one forward. Shapes: N completion tokens, C completions; see `MicroBatch`.
 
-    `targets` are all tokens of the completions, in order. `weights` [N] are final: the weighted losses of a step sum to
-    its loss.
+    `targets` are all tokens of the completions, in order, `answer_of` [N] is the completion of each. `weights` [N] are
+    final: the weighted losses of a step sum to its loss.
     """
 
     advantages: Tensor = field(kw_only=True)
@@ -51,8 +51,6 @@ class CompletionBatch(MicroBatch):
     """float32 [N]."""
     token_at: Tensor = field(kw_only=True)
     """int64 [N]: index of each token in `ids`."""
-    completion: Tensor = field(kw_only=True)
-    """int64 [N]: index of each token's completion in this batch."""
     old_logprobs: Tensor | None = field(default=None, kw_only=True)
     """float32 [N]."""
     reference_logprobs: Tensor | None = field(default=None, kw_only=True)
@@ -66,18 +64,9 @@ class CompletionBatch(MicroBatch):
     def keep_experts(self, chosen: Tensor) -> None:
         """Store the chosen experts for further steps on these completions. Shapes: int16 [T, layers, K]."""
         for number, (trajectory, begin) in enumerate(zip(self.trajectories, self.prompt_at, strict=True)):
-            completion_experts = chosen[self.token_at[self.completion == number][:-1]]
+            completion_experts = chosen[self.token_at[self.answer_of == number][:-1]]
             experts = torch.cat([chosen[begin : begin + len(trajectory.prompt)], completion_experts])
             trajectory.experts = encode_experts(experts.cpu().numpy())
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens, with the prompt counted for each of its completions, however often it is computed."""
-        return sum(len(trajectory.prompt) + len(trajectory.ids) for trajectory in self.trajectories)
-
-    @property
-    def num_sequences(self) -> int:
-        return len(self.trajectories)
 
     @property
     def num_trained(self) -> int:
@@ -168,7 +157,7 @@ def collate_completions(
         advantages=repeat_per_token([trajectory.advantage for trajectory in trajectories]),
         rollout_logprobs=rollout_logprobs,
         token_at=torch.cat(token_at),
-        completion=torch.arange(len(trajectories)).repeat_interleave(counts),
+        answer_of=torch.arange(len(trajectories)).repeat_interleave(counts),
         old_logprobs=concat_field("old_logprobs"),
         reference_logprobs=concat_field("reference_logprobs"),
         experts=_collate_experts(trajectories, prompt_at, token_at, len(ids)),
@@ -237,7 +226,6 @@ def _make_dummy_batch(is_first_use: bool, reader: PixelReader | None) -> Complet
         advantages=zero,
         rollout_logprobs=zero,
         token_at=zero_index,
-        completion=zero_index,
         old_logprobs=None if is_first_use else zero,
         reference_logprobs=None if is_first_use else zero,
     )

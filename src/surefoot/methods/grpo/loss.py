@@ -79,7 +79,7 @@ class PolicyLoss:
         log_ratio = logprobs - old
         if self.loss_type == "gspo":
             lengths = _sum_by_completion(torch.ones_like(log_ratio), batch)
-            log_ratio = (_sum_by_completion(log_ratio, batch) / lengths)[batch.completion]
+            log_ratio = (_sum_by_completion(log_ratio, batch) / lengths)[batch.answer_of]
         ratio = log_ratio.exp()
         if self.loss_type == "cispo":
             losses = -ratio.detach().clamp(max=self.epsilon_high) * advantages * logprobs
@@ -96,7 +96,7 @@ class PolicyLoss:
             if self.importance_correction != "none":
                 weights = importance
                 if self.importance_correction.startswith("sequence"):
-                    log_product = _sum_by_completion(log_importance, batch)[batch.completion]
+                    log_product = _sum_by_completion(log_importance, batch)[batch.answer_of]
                     weights = log_product.clamp(max=MAX_LOG_RATIO).exp()
                 bounded_weights = weights.clamp(self.importance_floor, self.importance_cap)
                 if self.importance_correction.endswith("mask"):
@@ -113,7 +113,7 @@ class PolicyLoss:
 
 def _sum_by_completion(values: Tensor, batch: CompletionBatch) -> Tensor:
     """Return the sum over the tokens of each completion. Shapes: [N] -> [completions]."""
-    return values.new_zeros(len(batch.trajectories) or 1).index_add(0, batch.completion, values)
+    return values.new_zeros(len(batch.trajectories) or 1).index_add(0, batch.answer_of, values)
 
 
 class _Computed(NamedTuple):
@@ -308,7 +308,6 @@ class PlannedPolicyLoss(PlannedLoss):
             advantages=tokens,
             rollout_logprobs=tokens,
             token_at=batch.target_positions,
-            completion=batch.target_positions,
             old_logprobs=tokens,
             reference_logprobs=tokens if self.loss.beta else None,
         )

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
+from surefoot.config.reference import reference_conflicts
 from surefoot.config.rollout import RolloutConfig
 from surefoot.config.schema import Contradiction, Free, Item, RunConfig
 
@@ -170,32 +171,8 @@ class GrpoConfig(RolloutConfig):
 
     def _check_divergence(self) -> Iterator[Contradiction]:
         """Yield why `beta` has no reference: no model without its adapter, or one that training did not begin with."""
-        if not self.beta:
-            return
-        if self.tuning == "full":
-            yield Contradiction(
-                f"beta={self.beta} with tuning=full: the divergence is measured from the model without its adapter, "
-                "and full fine-tuning has none. Set tuning: lora, or beta: 0",
-                "beta",
-                "tuning",
-            )
-            return
-        targets = [self.target_modules] if isinstance(self.target_modules, str) else self.target_modules
-        if "router" in targets:
-            yield Contradiction(
-                f"beta={self.beta} with router in target_modules: routers are trained in full, so the model without "
-                "its adapter is not the one that training began with. Leave router out, or set beta: 0",
-                "beta",
-                "target_modules",
-            )
-        if self.init_adapter:
-            yield Contradiction(
-                f"beta={self.beta} with init_adapter: the divergence is measured from the model without any adapter, "
-                "so it would pull the model back to its state before that adapter was trained. Merge it first "
-                "(`surefoot export RUN FOLDER --merge`) and start from the result, or set beta: 0",
-                "beta",
-                "init_adapter",
-            )
+        if self.beta:
+            yield from reference_conflicts(self, f"beta={self.beta}", "set beta: 0", "beta")
 
     def _check_loss(self) -> Iterator[Contradiction]:
         if self.soft_overlong_length > self.max_completion_length:

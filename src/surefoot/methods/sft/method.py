@@ -1,10 +1,7 @@
 """Supervised fine-tuning: the likelihood of the assistant's tokens, plus the load-balancing loss if requested."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, groupby, islice
-from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,22 +9,18 @@ from transformers import PreTrainedModel
 
 from surefoot.config import LoadedConfig, RunConfig
 from surefoot.data.collate import MicroBatch
-from surefoot.data.dataset import Sample
-from surefoot.data.sampler import Position, StepBatch
 from surefoot.distributed.fsdp import as_fsdp_forward, reshard
 from surefoot.distributed.process_group import SINGLE_PROCESS, World, sum_over_ranks
 from surefoot.errors import ModelError
-from surefoot.events import SamplesTrained
 from surefoot.methods.base import (
     BatchTotals,
     Interrupted,
     LossTerms,
-    Method,
     Objective,
     PlannedLoss,
     PlannedObjective,
-    TrainContext,
 )
+from surefoot.methods.row_method import RowMethod
 from surefoot.methods.token_loss import TokenLoss, dummy_inputs, eval_no_grad, has_values, vision_inputs
 from surefoot.models.build import BuiltModel, meta_model
 from surefoot.models.decoder_layers import body_of, class_name
@@ -38,9 +31,6 @@ from surefoot.models.routing import (
     load_balancing_loss,
     router_names,
 )
-
-SAMPLES_SHOWN = 4
-"""Number of samples of the first step that samples.jsonl and report.html show."""
 
 
 def check_routers(aux_loss_coef: float, model: PreTrainedModel) -> None:
@@ -167,7 +157,7 @@ class SftObjective(Objective):
         return total / weight, round(trained)
 
 
-class Sft(Method):
+class Sft(RowMethod):
     """Supervised fine-tuning."""
 
     @staticmethod
@@ -185,29 +175,6 @@ class Sft(Method):
     def planned_loss(cls, run: RunConfig) -> PlannedLoss:
         """Return the loss. Only its load-balancing term depends on the settings."""
         return PlannedObjective(cls, run, run.router_aux_loss_coef, run.max_length - 1)
-
-    def load(self, config: RunConfig, train_context: TrainContext) -> None:  # noqa: ARG002 - batches need no config
-        """Receive the model."""
-        self._train_context = train_context
-
-    def batches(self, position: Position, step: int, epoch: float) -> tuple[StepBatch, list[MicroBatch]]:  # noqa: ARG002
-        """Return samples in the order of the data; show some of the first step. Raises: DataError."""
-        with self.context.phase("data_wait"):
-            batch = self.context.data.batches(position)
-        if step == 0 and self.context.ranks.is_first:
-            keys = islice(chain.from_iterable(batch[0].sequences), SAMPLES_SHOWN)
-            samples = (self.context.data.train.sample(*key) for key in keys)
-            self.context.emit(SamplesTrained(1, tuple(self._describe_sample(sample) for sample in samples)))
-        return batch
-
-    def _describe_sample(self, sample: Sample) -> dict[str, Any]:
-        """Return a sample as JSON values, with its text in parts that are trained or not."""
-        are_trained = (sample.weights > 0).tolist()
-        parts = [
-            [self.context.tokenizer.decode([token for token, _ in tokens]), is_trained]
-            for is_trained, tokens in groupby(zip(sample.ids.tolist(), are_trained, strict=True), key=itemgetter(1))
-        ]
-        return {"place": sample.place, "tokens": len(sample.ids), "parts": parts}
 
     def evaluate(self, step: int) -> Mapping[str, float]:  # noqa: ARG002 - the weights alone decide
         """Return the loss on held-out rows."""

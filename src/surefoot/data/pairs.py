@@ -1,0 +1,90 @@
+"""The tokens of a pair of answers: laid end to end, the question once, then each answer; and cut to a length.
+
+Both answers keep the question's tokens in front of them, whatever is cut off its beginning.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from surefoot.data.conversation import BadRow
+from surefoot.data.render import Rendered
+from surefoot.data.template import Span
+
+QUESTION, CHOSEN, REJECTED = range(3)
+"""Parts of a pair, in their order."""
+
+
+class Kept(NamedTuple):
+    """The tokens that are kept of each pair. Shapes: S pairs."""
+
+    skipped: NDArray[np.int64]
+    """[S]: tokens cut off the beginning of the question."""
+    tokens: NDArray[np.int64]
+    """[S, 3]: tokens that are kept of each part."""
+
+    @property
+    def sequence_tokens(self) -> NDArray[np.int64]:
+        """[S]: tokens of the two sequences, each with the question."""
+        totals: NDArray[np.int64] = self.tokens.sum(1) + self.tokens[:, QUESTION]
+        return totals
+
+
+def join_sides(sides: Sequence[Rendered | BadRow]) -> Rendered | BadRow:
+    """Return the sample of a row: its only side, or its two sides joined; or the reason why there is none."""
+    problem = next((side for side in sides if isinstance(side, BadRow)), None)
+    if problem is not None or len(sides) == 1:
+        return problem or sides[0]
+    chosen, rejected = (side for side in sides if isinstance(side, Rendered))
+    return join_pair(chosen, rejected)
+
+
+def join_pair(chosen: Rendered, rejected: Rendered) -> Rendered | BadRow:
+    """Lay the tokens of a pair end to end. Return the reason if the two cannot be told apart.
+
+    The question ends before the first token that differs or is trained.
+    """
+    if not chosen.spans or not rejected.spans:
+        return BadRow(f"no token of the {'rejected' if chosen.spans else 'chosen'} answer is trained")
+    most = min(span.begin for span in (*chosen.spans, *rejected.spans))
+    is_equal = chosen.ids[:most] == rejected.ids[:most]
+    question = most if is_equal.all() else int(np.argmin(is_equal))
+    if not question:
+        return BadRow("nothing stands before the two answers: a pair needs a question")
+    if np.array_equal(chosen.ids[question:], rejected.ids[question:]):
+        return BadRow("the chosen and the rejected answer have the same tokens, so there is nothing to learn")
+    shift = len(chosen.ids) - question
+    spans = tuple(Span(span.begin + shift, span.end + shift, span.weight) for span in rejected.spans)
+    return replace(
+        chosen,
+        ids=np.concatenate([chosen.ids, rejected.ids[question:]]),
+        spans=chosen.spans + spans,
+        flags=chosen.flags | rejected.flags,
+        parts=(question, len(chosen.ids) - question, len(rejected.ids) - question),
+    )
+
+
+def keep_within(parts: NDArray[np.int32], max_length: int, *, cuts_question: bool) -> Kept:
+    """Return what is kept of each pair so that no sequence is longer than `max_length`. Shapes: parts [S, 3].
+
+    `cuts_question`: cut tokens off the beginning of the question, else off the end of each answer.
+    """
+    tokens = parts.astype(np.int64)
+    question, answers = tokens[:, QUESTION], tokens[:, CHOSEN:]
+    if not cuts_question:
+        kept = np.minimum(question, max_length)
+        answers = np.minimum(answers, (max_length - kept)[:, None])
+        return Kept(np.zeros_like(question), np.column_stack([kept, answers]))
+    skipped = np.minimum(np.maximum(question + answers.max(1) - max_length, 0), question)
+    return Kept(skipped, np.column_stack([question - skipped, np.minimum(answers, max_length)]))
+
+
+def select_tokens(parts: NDArray[np.int32], kept: Kept, sample: int) -> NDArray[np.int64]:
+    """Return the indices of the tokens that are kept of a pair, among all of its tokens. Shapes: parts [S, 3]."""
+    begins = np.cumsum([0, *parts[sample, :-1]])
+    begins[QUESTION] += kept.skipped[sample]
+    ranges = zip(begins, kept.tokens[sample], strict=True)
+    return np.concatenate([np.arange(begin, begin + count) for begin, count in ranges])

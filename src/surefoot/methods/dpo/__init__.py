@@ -1,0 +1,1 @@
+"""Direct preference optimisation."""

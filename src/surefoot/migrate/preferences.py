@@ -1,0 +1,99 @@
+"""Mapping of the peers' settings of preference optimisation to those of `method: dpo`.
+
+A setting that would change what is learned and has no counterpart is refused, since nothing else tells the user.
+"""
+
+from types import EllipsisType
+from typing import Any
+
+from surefoot.methods.dpo.settings import LOSS_TYPES, SMOOTHED
+from surefoot.migrate.parsed_run import ParsedRun
+from surefoot.migrate.values import as_list, is_null, parse_number
+
+NAMES = {
+    "pref_beta": "beta", "rl_beta": "beta", "dpo_beta": "beta", "rpo_alpha": "sft_weight", "pref_ftx": "sft_weight",
+    "dpo_label_smoothing": "label_smoothing",
+}  # fmt: skip
+"""Peer setting -> the setting of DPO with the same meaning."""
+LOSS_SETTINGS = ("loss_type", "pref_loss")
+SFT_LOSS = "sft"
+"""TRL's name of the chosen answers' likelihood in a list of losses."""
+NO_EFFECT = frozenset(
+    "precompute_ref_log_probs precompute_ref_batch_size ref_model_init_kwargs model_adapter_name disable_dropout "
+    "padding_value label_pad_token_id dataset_num_proc".split()
+)
+"""Settings that change how the result is computed and not the result."""
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "f_divergence_type": (("reverse_kl",), "reverse_kl, the only divergence of method dpo"),
+    "use_weighting": ((False,), "false: pairs are not weighted by their likelihood"),
+    "dpo_use_weighting": ((False,), "false: pairs are not weighted by their likelihood"),
+    "sync_ref_model": ((False,), "false: the reference is the model without its adapter, and stays it"),
+    "reference_free": ((False,), "false: loss_type simpo and cpo need no reference"),
+    "pref_bco_weight": ((0, 0.0), "0: give bco_pair as one of several losses"),
+}
+"""Setting -> (values that mean what Surefoot does, what is expected instead of others)."""
+LIMITS = ("max_prompt_length", "max_completion_length", "max_target_length")
+"""Settings of older versions that limit one part of a pair."""
+REFERENCES = ("ref_model", "ref_model_name_or_path", "ref_adapters", "ref_model_adapters", "ref_adapter_name")
+TRUNCATION = {"keep_start": "right", "keep_end": "left"}
+
+Mapped = dict[str, Any] | None | EllipsisType
+
+
+def map_preferences(run: ParsedRun, name: str, value: Any) -> Mapped:
+    """Return the settings of DPO for one peer setting, None if there is none, or `...` if it is of no such method.
+
+    Raises: ConfigError for a value that would change what is learned.
+    """
+    if run.method != "dpo":
+        return ...
+    if name in LOSS_SETTINGS and value is not None:
+        return _map_losses(run, name, value)
+    if name == "loss_weights" and any(setting in run.settings for setting in LOSS_SETTINGS):
+        return {}  # carried with the losses
+    if name in NO_EFFECT:
+        return {}
+    if name in LIMITS:
+        return None
+    if name == "truncation_mode" and value in TRUNCATION:
+        return {"truncation": TRUNCATION[value]}
+    if name in REFUSED:
+        accepted, expected = REFUSED[name]
+        if not is_null(value) and parse_number(value) not in accepted:
+            raise run.make_value_error(name, value, expected)
+        return {}
+    if name in REFERENCES:
+        model = run.settings.get("model_name_or_path", run.settings.get("model", run.settings.get("base_model")))
+        if not is_null(value) and value != model:
+            raise run.make_value_error(name, value, "none: the reference is the model itself, without its adapter")
+        return {}
+    surefoot_name = NAMES.get(name, name)
+    if surefoot_name == "label_smoothing" and parse_number(value) and not SMOOTHED.keys() & set(_losses_of(run)):
+        raise run.make_value_error(name, value, f"0, or one of the losses {' and '.join(SMOOTHED)}, which use it")
+    if name in NAMES:
+        return {} if is_null(value) else {surefoot_name: parse_number(value)}
+    return ...
+
+
+def _losses_of(run: ParsedRun) -> list[str]:
+    value: Any = next((run.settings[name] for name in LOSS_SETTINGS if name in run.settings), [])
+    return [loss.strip() for item in as_list(value or []) for loss in str(item).strip("[]").split(",")]
+
+
+def _map_losses(run: ParsedRun, name: str, value: Any) -> dict[str, Any]:
+    losses = _losses_of(run)
+    for loss in losses:
+        if loss not in (*LOSS_TYPES, SFT_LOSS):
+            raise run.make_value_error(name, value, f"losses of method dpo: {', '.join(LOSS_TYPES)}")
+    given = run.settings.get("loss_weights")
+    weights = [1.0] * len(losses) if given is None else [parse_number(item) for item in as_list(given)]
+    if len(weights) != len(losses):
+        raise run.make_value_error("loss_weights", given, f"a number for each of the {len(losses)} losses")
+    settings: dict[str, Any] = {}
+    if SFT_LOSS in losses:
+        settings["sft_weight"] = weights.pop(losses.index(SFT_LOSS))
+        losses.remove(SFT_LOSS)
+    if not losses:
+        raise run.make_value_error(name, value, "a loss of pairs: with sft alone it is a run of method sft")
+    settings["loss_type"] = losses if len(losses) > 1 else losses[0]
+    return settings | ({"loss_weights": weights} if weights != [1.0] * len(weights) else {})

@@ -1,0 +1,82 @@
+"""Runs of DPO of other programs become runs of DPO with the same loss, or are refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surefoot.errors import ConfigError
+from tests.support.imports import get_values, import_command, import_file
+
+TRL = "trl dpo --model_name_or_path m --dataset_name d --output_dir o --use_peft"
+SWIFT = "swift rlhf --rlhf_type dpo --model m --dataset d"
+LLAMAFACTORY = "model_name_or_path: m\nstage: dpo\nfinetuning_type: lora\ndataset: d\ntemplate: qwen3\n"
+AXOLOTL = "base_model: m\ndatasets: [{path: d}]\nadapter: lora\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (TRL, {"method": "dpo", "loss_type": None, "learning_rate": 1e-6, "truncation": "right", "train_on": None}),
+        (f"{TRL} --loss_type ipo --beta 0.2", {"loss_type": "ipo", "beta": 0.2}),
+        (
+            f"{TRL} --loss_type sigmoid bco_pair sft --loss_weights 0.8 0.2 1.5",
+            {"loss_type": ["sigmoid", "bco_pair"], "loss_weights": [0.8, 0.2], "sft_weight": 1.5},
+        ),
+        (f"{TRL} --loss_type robust --label_smoothing 0.1", {"loss_type": "robust", "label_smoothing": 0.1}),
+        (f"{TRL} --truncation_mode keep_end --rpo_alpha 0.5", {"truncation": "left", "sft_weight": 0.5}),
+        (f"{TRL} --rpo_alpha null --f_divergence_type reverse_kl", {"sft_weight": None}),
+        (f"{TRL} --lora_dropout 0.1", {"lora_dropout": None}),
+        (f"{TRL} --lora_dropout 0.1 --disable_dropout false", {"lora_dropout": 0.1}),
+        (f"{TRL} --ref_model m --precompute_ref_log_probs true", {"method": "dpo"}),
+        (f"{SWIFT} --beta 0.3 --ld_alpha 0.5", {"method": "dpo", "beta": 0.3, "ld_alpha": 0.5, "lora_dropout": None}),
+    ],
+)
+def test_commands_carry_their_loss(words: str, expected: dict[str, Any]) -> None:
+    values = get_values(import_command(words))
+    assert {name: values.get(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"{LLAMAFACTORY}pref_loss: simpo\nsimpo_gamma: 0.7\npref_beta: 2\n",
+         {"loss_type": "simpo", "simpo_gamma": 0.7, "beta": 2}),
+        (f"{LLAMAFACTORY}pref_ftx: 0.2\n", {"method": "dpo", "sft_weight": 0.2}),
+        (f"{AXOLOTL}rl: dpo\nrl_beta: 0.2\n", {"method": "dpo", "beta": 0.2}),
+        (f"{AXOLOTL}rl: ipo\n", {"method": "dpo", "loss_type": "ipo"}),
+    ],
+)  # fmt: skip
+def test_files_carry_their_loss(tmp_path: Path, text: str, expected: dict[str, Any]) -> None:
+    values = get_values(import_file(tmp_path / "run.yaml", text))
+    assert {name: values.get(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--loss_type aot", "loss_type='aot'.*losses of method dpo: sigmoid"),
+        ("--loss_type sft", "with sft alone it is a run of method sft"),
+        ("--loss_type sigmoid ipo --loss_weights 1.0", "a number for each of the 2 losses"),
+        ("--label_smoothing 0.1", "label_smoothing='0.1'.*robust and exo_pair"),
+        ("--f_divergence_type js_divergence", "f_divergence_type='js_divergence'.*reverse_kl"),
+        ("--use_weighting true", "pairs are not weighted"),
+        ("--sync_ref_model true", "the reference is the model without its adapter"),
+        ("--ref_model_name_or_path other", "ref_model_name_or_path='other'.*without its adapter"),
+    ],
+)
+def test_what_would_learn_something_else_is_refused(options: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        import_command(f"{TRL} {options}")
+
+
+def test_full_fine_tuning_has_no_reference() -> None:
+    with pytest.raises(ConfigError, match=r"tuning=full: the reference is the model without its adapter"):
+        import_command(TRL.replace(" --use_peft", ""))
+    values = get_values(import_command(f"{TRL.replace(' --use_peft', '')} --loss_type simpo"))
+    assert (values["tuning"], values["loss_type"]) == ("full", "simpo")
+
+
+def test_limits_of_one_part_of_a_pair_are_named() -> None:
+    run = import_command(f"{TRL} --max_prompt_length 512")
+    assert run.left_out["max_prompt_length = 512"] == "max_length limits the question with one answer"
