@@ -1,6 +1,7 @@
 """Every vision-language family trains on what transformers' own processor and model make of its rows."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from surefoot.models.vision import image_tokens, vision_names
 from tests.support.data import write_jsonl
 from tests.support.models import SIZES
 from tests.support.vision import built, opened, picture_rows
-from tests.support.vision_families import FAMILIES, ROPE, processed_by_transformers, text_of, write_family
+from tests.support.vision_families import FAMILIES, ROPE, processed_by_transformers, text_config, text_of, write_family
 
 pytestmark = pytest.mark.slow
 REPRESENTATIVE = ("gemma4", "internvl", "mistral3", "qwen3_5_moe")
@@ -134,6 +135,24 @@ def test_a_pack_has_the_loss_and_the_gradients_of_its_rows_alone_in_transformers
     found = gradients_of(ours)
     assert_equal_gradients(found, gradients_of(theirs))
     assert vision_names(ours) & found.keys()
+
+
+def test_a_decoder_of_a_family_with_fewer_attention_functions_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """InternVL has scaled dot products of torch, and its decoder may be gpt-oss, which has not."""
+    decoder = text_config("gpt_oss", num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2, head_dim=16)
+    monkeypatch.setitem(FAMILIES, "internvl", replace(FAMILIES["internvl"], text=decoder))
+    rows = Rows("internvl", write_family("internvl", tmp_path / "base"), tmp_path)
+    theirs = AutoModelForImageTextToText.from_pretrained(rows.base, attn_implementation="eager").eval()
+    total = add_gradients_of_transformers(rows, theirs)
+    settings = {**rows.settings, "packing": True, "global_batch_size": 1, "max_steps": 1, "tuning": "full"}
+    trained = sum(int((sample.weights[1:] > 0).sum()) for sample in rows.samples)
+    result = surefoot.train(settings, screen=False)
+    assert result.metrics[0]["loss"] == pytest.approx(total / trained, abs=1e-5)
+    model, tokenizer = surefoot.load(result.artifact)
+    question = [[{"role": "user", "content": "What is it?"}]]
+    assert surefoot.complete(model, tokenizer, question, max_new_tokens=2)
 
 
 @pytest.mark.parametrize("kind", EACH_FAMILY)

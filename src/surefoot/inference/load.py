@@ -114,7 +114,7 @@ def load(files: ModelFiles) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if adapter is not None:
         adapter.load_into(model)
     # Attention over packed samples needs the samples of a row, which callers do not have.
-    model.set_attn_implementation(attention_of(model.config, own_implementation(type(model))))
+    model.set_attn_implementation(attention_of(model.config, own_implementation(type(model), model.config)))
     model.eval()
     tokenizer = load_tokenizer_of(files.adapter, files.base)
     # As trained: a base model's generation_config.json need not name the token with which the template ends answers.

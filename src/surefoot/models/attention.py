@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from surefoot.errors import ModelError
 from surefoot.models.attention_math import AttentionTerms, as_autocast, attend
@@ -58,7 +59,7 @@ def implementation_for(stock: type[PreTrainedModel], config: PreTrainedConfig) -
         stock._can_set_attn_implementation() and not _chooses_among_classes(stock)
     )
     is_packed = takes_functions and not has_unknown_layers(config.get_text_config())
-    return IMPLEMENTATION if is_packed else own_implementation(stock)
+    return IMPLEMENTATION if is_packed else own_implementation(stock, config)
 
 
 def _chooses_among_classes(stock: type[PreTrainedModel]) -> bool:
@@ -74,12 +75,14 @@ def has_packed_attention(model: PreTrainedModel) -> bool:
     return bool(model.config.get_text_config()._attn_implementation == IMPLEMENTATION)
 
 
-def own_implementation(stock: type[PreTrainedModel]) -> str:
+def own_implementation(stock: type[PreTrainedModel], config: PreTrainedConfig) -> str:
     """Return the name of a model's own attention function, for one that cannot be given another.
 
+    The decoder of a vision-language model may be of another family, which has fewer functions than the whole.
     transformers builds the masks of a packed row for it, at a memory that grows with the square of the row.
     """
-    return "sdpa" if stock._supports_sdpa else "eager"
+    decoder = MODEL_MAPPING.get(type(config.get_text_config()), stock)
+    return "sdpa" if stock._supports_sdpa and getattr(decoder, "_supports_sdpa", True) else "eager"
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

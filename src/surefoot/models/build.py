@@ -127,7 +127,7 @@ def build_without_storage(
     if layers is not None:
         _keep_layers(config.get_text_config(), layers)
     is_packed = packed_attention is not None and attention.implementation_for(stock, config) == attention.IMPLEMENTATION
-    implementation = packed_attention if is_packed else attention.own_implementation(stock)
+    implementation = packed_attention if is_packed else attention.own_implementation(stock, config)
     # Initial values are of no use without storage, and some initialisers read them.
     with quiet_transformers(), config_errors(folder), no_init_weights():
         model: PreTrainedModel = stock._from_config(config, dtype=stored, attn_implementation=implementation)

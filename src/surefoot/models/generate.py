@@ -35,7 +35,7 @@ def generating(model: PreTrainedModel) -> Iterator[None]:
     training = model.training
     model.eval()
     try:
-        with attention(model, own_implementation(type(model))):
+        with attention(model, own_implementation(type(model), model.config)):
             yield
     finally:
         model.train(training)

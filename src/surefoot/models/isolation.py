@@ -74,7 +74,7 @@ def isolate_samples(model: PreTrainedModel, dtype: torch.dtype, *, is_sharded: b
     if difference > probe.tolerance and has_packed_attention(model):
         for module in apart:
             run_whole(module)
-        model.set_attn_implementation(attention_of(model.config, own_implementation(type(model))))
+        model.set_attn_implementation(attention_of(model.config, own_implementation(type(model), model.config)))
         apart, difference = _take_apart(probe, decoder)
     if difference > probe.tolerance and not is_sharded and not router_names(model):
         body = body_of(model)  # one process may run it any number of times
