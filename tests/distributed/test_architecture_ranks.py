@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
-from tests.models.architectures import ARCHITECTURES, tiny_model
-from tests.support.runs import settings_of
+from tests.models.architectures import ARCHITECTURES, model_class_of, tiny_config, tiny_model
+from tests.support.data import write_jsonl
+from tests.support.runs import numbers, settings_of
+from tests.support.shrinking import randomise
 
 LORA: dict[str, Any] = {"target_modules": "all"}
 FULL: dict[str, Any] = {"tuning": "full"}
@@ -90,6 +92,27 @@ def outcome_of(folder: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tens
     artifact = Path(json.loads((folder / "summary.json").read_text())["artifact"])
     weights = {name: value for path in artifact.glob("*.safetensors") for name, value in load_file(path).items()}
     return metrics, weights
+
+
+@pytest.mark.long
+def test_a_rank_with_short_samples_sums_the_gradients_that_others_have(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, run_on: Callable[[int, Sequence[Any]], None]
+) -> None:
+    """DeepSeek-V4 compresses keys of samples from a number of tokens on: here of every second row."""
+    config = tiny_config("deepseek_v4", vocab_size=len(tokenizer))
+    config.compress_rates = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 48}
+    model = model_class_of(config)._from_config(config, dtype=torch.float32)
+    randomise(model, 0)
+    model.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    rows = [{"query": "so", "response": "x" * (1 if number % 2 else 60)} for number in range(4)]
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    changes = {"tuning": "full", "global_batch_size": 4, "per_device_train_batch_size": 1, "shuffle": False}
+    for ranks in (1, 2):
+        output = tmp_path / str(ranks)
+        run_on(ranks, [settings_of(tmp_path / "base", data, output, max_steps=2, **changes)])
+    one, two = ([line["loss"] for line in numbers(tmp_path / ranks)] for ranks in "12")
+    assert two == pytest.approx(one, rel=TOLERANCE)
 
 
 @pytest.mark.models

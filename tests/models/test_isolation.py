@@ -78,6 +78,25 @@ def test_a_row_gives_each_sample_what_transformers_gives_it_alone(name: str, apa
     assert set(found) == apart
 
 
+def test_parameters_have_gradients_whatever_the_length_of_a_sample() -> None:
+    """Ranks sum the gradients of a layer together. DeepSeek-V4 compresses keys from a number of tokens on."""
+    config = tiny_config("deepseek_v4")
+    config.compress_rates = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16}
+    model = model_class_of(config)._from_config(config, dtype=torch.float32)
+    randomise(model, 0)
+    model.set_attn_implementation(implementation_for(type(model), model.config))
+    isolate_samples(model, torch.float32, is_sharded=True)
+    found = []
+    for lengths in ([2], [45], [3, 40]):
+        model.zero_grad()
+        ids = draw_tokens(model, sum(lengths))
+        row = {"position_ids": positions(lengths), "samples": SampleLayout.of(lengths)}
+        model(input_ids=ids, use_cache=False, **row).logits.sum().backward()
+        found.append({name for name, parameter in model.named_parameters() if parameter.grad is not None})
+    assert found[0] == found[1] == found[2]
+    assert any("compressor.kv_proj" in name for name in found[0])
+
+
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neo", "bert", "big_bird", "roberta"])
 def test_a_row_may_be_longer_than_the_longest_sample_of_a_model(name: str) -> None:
     """Positions and token types are counted in each sample, not in the row."""

@@ -98,7 +98,23 @@ def isolate_samples(model: PreTrainedModel, dtype: torch.dtype, *, is_sharded: b
         )
     for module in rotary:
         restore_state(module)
+    if is_sharded:
+        for module in probe.find_idle_parts(decoder):
+            module.register_forward_hook(_keep_gradients)
     return Isolation(dict(Counter(type(module).__name__ for module in [*rotary, *apart])), missing_kernels)
+
+
+def _keep_gradients(module: nn.Module, _arguments: Any, output: Any) -> Any:
+    """Give the parameters of a part a gradient, of zero if need be, also where it computes nothing.
+
+    Ranks sum the gradients of a layer together, so each must have the same ones, whatever the lengths of its samples.
+    """
+    touched = [parameter.flatten()[:0].sum() for parameter in module.parameters() if parameter.requires_grad]
+    if not touched or not torch.is_grad_enabled():
+        return output
+    first, *others = output if isinstance(output, tuple) else (output,)
+    first = first + torch.stack(touched).sum().to(first.dtype)
+    return (first, *others) if isinstance(output, tuple) else first
 
 
 def can_share_prompts(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> bool:

@@ -122,6 +122,26 @@ class MixingProbe:
             self.run_row()
         return shapes
 
+    def find_idle_parts(self, decoder: nn.Module) -> list[nn.Module]:
+        """Return the parts with parameters that return nothing for a sample of two tokens, outermost ones alone.
+
+        They compute from a number of tokens on, as those that compress keys do (DeepSeek-V4).
+        """
+        idle: list[nn.Module] = []
+
+        def observe(module: nn.Module, _args: Any, output: Any) -> None:
+            tensors = [leaf for leaf in _pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+            if tensors and tensors[0].numel() == 0:
+                idle.append(module)
+
+        with ExitStack() as hooks:
+            for module in decoder.modules():
+                if next(module.parameters(), None) is not None:
+                    hooks.callback(module.register_forward_hook(observe).remove)
+            self._run(self._ids[:2], SampleLayout.of([2], self._device))
+        inner = {part for module in idle for part in module.modules() if part is not module}
+        return [module for module in dict.fromkeys(idle) if module not in inner]
+
     def measure_mixing(self, *, is_changed: bool) -> float:
         """Return the largest difference of a sample's logits from those that it has alone, relative to their norm.
 
