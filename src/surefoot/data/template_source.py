@@ -73,6 +73,11 @@ class Template:
         self.controls = sorted(filter(None, {*source.controls, *source.generation_ends}), key=len, reverse=True)
         self.control = re.compile("|".join(map(re.escape, self.controls)) or r"(?!)")
 
+    @cached_property
+    def thinking(self) -> "Template":
+        """The template with thoughts switched on, under the name that most templates have for it."""
+        return Template(replace(self.source, kwargs={**self.source.kwargs, "enable_thinking": True}))
+
     def render(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, add_generation_prompt: bool = False
     ) -> str:

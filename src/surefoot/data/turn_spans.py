@@ -105,6 +105,22 @@ class TurnFinder:
         if self.text.startswith(prompt, anchor):
             begin = anchor + len(prompt)
             return begin + len(self._ends.header) * self.text.startswith(self._ends.header, begin)
+        begins = (self._find_behind_bare(marked, prompt, anchor, index), self._find_thought(marked, anchor, index))
+        return min((begin for begin in begins if begin is not None), default=None)
+
+    def _find_thought(self, marked: Sequence[Message], anchor: int, index: int) -> int | None:
+        """Return where turn `index` begins if it has a thought: behind a prompt that asks for one.
+
+        Without thoughts switched on, a prompt may hold an empty one, of which the text has the beginning alone.
+        """
+        if self._messages[index].reasoning is None:
+            return None
+        prompt = self._render_tail(marked, add_generation_prompt=True, template=self._template.thinking)
+        is_there = prompt is not None and self.text.startswith(prompt, anchor)
+        return anchor + len(prompt) if prompt is not None and is_there else None
+
+    def _find_behind_bare(self, marked: Sequence[Message], prompt: str, anchor: int, index: int) -> int | None:
+        """Return where turn `index` begins by its header, if the text does not go on with the generation prompt."""
         # The message before is written in another way when it is the last, or the prompt holds more than the turn,
         # such as an empty thought. Its header is searched for then.
         bare = self._render_tail(marked)
@@ -132,9 +148,12 @@ class TurnFinder:
         line = _LINE.match(shared, end)
         return at + (line.end() if line else end)
 
-    def _render_tail(self, marked: Sequence[Message], *, add_generation_prompt: bool = False) -> str | None:
+    def _render_tail(
+        self, marked: Sequence[Message], *, add_generation_prompt: bool = False, template: Template | None = None
+    ) -> str | None:
         """Return the text behind the first mark; None if the template refuses the messages or omits the mark."""
-        text = self._template.try_render(marked, self._tools, add_generation_prompt=add_generation_prompt)
+        template = template or self._template
+        text = template.try_render(marked, self._tools, add_generation_prompt=add_generation_prompt)
         match = _NUMBERED_MARK.search(text or "")
         return _NUMBERED_MARK.sub("", text[match.end() :]) if text and match else None
 

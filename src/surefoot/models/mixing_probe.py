@@ -186,7 +186,10 @@ class MixingProbe:
     def _run_alone(self, ids: Tensor) -> Tensor:
         """Return the logits of a sample by the model's own attention and positions. Shapes: ids [T] -> [T, V]."""
         samples = SampleLayout.of([len(ids)], self._device)
-        with attention(self._model, own_implementation(type(self._model), self._model.config)), self._forward_errors(ids):
+        with (
+            attention(self._model, own_implementation(type(self._model), self._model.config)),
+            self._forward_errors(ids),
+        ):
             logits = self._model(input_ids=ids[None], use_cache=False, **{ARGUMENT: samples}).logits
         return logits[0].float()  # type: ignore[no-any-return]
 
