@@ -317,7 +317,11 @@ UNSAFE = {
     "no end of turn": (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}",
-        r"no end-of-turn token",
+        r"no end-of-turn token.*or take generation_config\.json of the model's release",
+    ),
+    "changes a list": (
+        "{{ messages.append(1) }}",
+        r"transformers forbids templates: .*append.*changes no list or object",
     ),
     "no generation prompt": (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}",

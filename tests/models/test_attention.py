@@ -63,7 +63,7 @@ def softmax_by_definition(query: Tensor, key: Tensor, value: Tensor, terms: Atte
     return (weights / total) @ value
 
 
-@pytest.mark.parametrize("width", [8, 5], ids=["same head size", "narrower values"])
+@pytest.mark.parametrize("width", [8, 5, 12], ids=["same head size", "narrower values", "wider values"])
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("term", ["sinks", "softcap", "bias", "sinks and softcap"])
 def test_terms_of_scores_have_the_values_and_gradients_of_their_formula(

@@ -19,7 +19,7 @@ from surefoot import cli, describe_data, load
 from surefoot.errors import ModelError, SurefootError
 from surefoot.models.build import build_model, load_config, load_tokenizer
 from surefoot.models.export import merge_adapter
-from surefoot.models.pretrained import meta_model
+from surefoot.models.pretrained import meta_model, read_template
 from surefoot.models.resolve_model import weight_files
 from surefoot.training.export import load_adapter
 from tests.models.architectures import tiny_model
@@ -124,6 +124,15 @@ def test_a_chat_template_that_fails_or_renders_nothing_is_refused(folder: Path, 
 
 
 @pytest.mark.long
+def test_a_chat_template_of_the_run_that_is_no_jinja_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "t.jinja"
+    path.write_text("{% for m in messages %}\n{{ m.content }")
+    with pytest.raises(ModelError, match=r"chat_template=.*t\.jinja:2: not valid Jinja"):
+        read_template(str(path))
+    path.write_text("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}")
+    assert read_template(str(path)).startswith("{% for")
+
+
 def test_a_chat_template_without_an_end_is_ended(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     (folder / "chat_template.jinja").write_text(loop)

@@ -361,11 +361,13 @@ def test_more_than_eight_bits_would_be_cut_off(tmp_path: Path) -> None:
         ("s3://bucket/1.png", "s3://bucket/1.png .*https"),
         ("folder", "image folder is a folder"),
         ("empty.png", "empty.png .*file is empty"),
+        ("thin.png", r"thin\.png: an image of 2000 x 3 pixels is more than 200 times as long as wide"),
     ],
 )
 def test_odd_sources_are_named(source: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty.png").touch()
+    draw(tmp_path / "thin.png", "red", size=(2000, 3))
     with pytest.raises(BadRow, match=reason):
         find_image(source, tmp_path, SETTINGS)
 

@@ -118,7 +118,10 @@ def find_image(source: ImageSource, folder: Path, settings: ImageSettings) -> Im
     """
     image, picture = find_picture(source, folder, settings)
     with picture:
-        rows, columns = settings.cells(*picture.size)
+        try:
+            rows, columns = settings.cells(*picture.size)
+        except BadRow as error:
+            raise BadRow(f"{image.path}: {error}") from error
     return replace(image, rows=rows, columns=columns)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
+from jinja2.sandbox import SecurityError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from surefoot.data.conversation import BadRow
@@ -81,6 +82,11 @@ def render_here(call: Rendering) -> str:
         ) from None  # the traceback would hold what the template built
     except UndefinedError as error:
         raise BadRow(f"the chat template uses an undefined value: {_shorten_reason(error)}") from error
+    except SecurityError as error:
+        raise BadRow(
+            f"the chat template does what transformers forbids templates: {_shorten_reason(error)} Give a version "
+            "of it with chat_template that changes no list or object"
+        ) from error
     except TemplateError as error:
         raise BadRow(f"the chat template refused the conversation: {_shorten_reason(error)}") from error
     except Exception as error:  # a template is an untrusted program

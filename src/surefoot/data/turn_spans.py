@@ -186,9 +186,12 @@ class TurnFinder:
             end = len(self.text)
         if not end:
             ends = " or ".join(self._ends.written) or "a special token"
+            advice = "Give another one with chat_template"
+            if not self._template.source.generation_ends:  # GLM's template writes none, for example
+                advice += ", or take generation_config.json of the model's release, whose eos_token_id may name it"
             raise BadRow(
                 f"the chat template writes no end-of-turn token ({ends}) after message {index + 1}, so the trained "
-                "part has no end. Give another one with chat_template"
+                f"part has no end. {advice}"
             )
         return end
 

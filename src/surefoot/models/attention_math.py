@@ -125,16 +125,21 @@ def attend_by_definition(
 def _attend_with_sinks(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, terms: AttentionTerms) -> Tensor:
     """Compute `attend` with sinks by flash attention, without scores in memory."""
     key, value = (with_heads_of(query, tensor) for tensor in (key, value))
+    scaling = terms.scaling if terms.scaling is not None else query.shape[-1] ** -0.5
     width = value.shape[-1]
-    if width < query.shape[-1]:  # flash attention takes one head size; zeros in the values change nothing
-        value = F.pad(value, (0, query.shape[-1] - width))
+    # Flash attention takes one head size; zeros change nothing.
+    query, key, value = (_widen(tensor, max(width, query.shape[-1])) for tensor in (query, key, value))
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
     if mask is not None and mask.dim() == 2:
         mask = mask[None, None]
-    scaling = terms.scaling if terms.scaling is not None else query.shape[-1] ** -0.5
     out = _SinkAttention.apply(query, key, value, terms.sinks, mask, scaling)  # type: ignore[no-untyped-call]
     return out[..., :width]  # type: ignore[no-any-return]
+
+
+def _widen(tensor: Tensor, width: int) -> Tensor:
+    """Return a tensor with zeros behind its last dimension, which is then `width`."""
+    return F.pad(tensor, (0, width - tensor.shape[-1]))
 
 
 class _SinkAttention(torch.autograd.Function):

@@ -14,6 +14,7 @@ from warnings import catch_warnings, simplefilter
 
 import torch
 import transformers
+from jinja2 import Environment, TemplateSyntaxError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -272,13 +273,24 @@ def drop_processor_templates(folder: Path) -> bool:
 def read_template(path: str) -> str:
     """Return a chat template from a Jinja file, or from a processor's JSON file. Raises: ConfigError, ModelError."""
     if not path.endswith(".json"):
-        return read_text(Path(path), f"chat_template={path}")
+        text = read_text(Path(path), f"chat_template={path}")
+        _check_syntax(text, path)
+        return text
     template = read_json_object(Path(path)).get("chat_template")
     if isinstance(template, dict):
         template = template.get("default")
     if not isinstance(template, str):
         raise ModelError(f"{path}: chat_template={shorten(template)}; a text is needed.")
     return template
+
+
+def _check_syntax(template: str, path: str) -> None:
+    """Raise ModelError for a template that is not valid Jinja, with its line."""
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+    except TemplateSyntaxError as error:
+        if "generation" not in str(error):  # transformers' own tag, which marks what the assistant writes
+            raise ModelError(f"chat_template={path}:{error.lineno}: not valid Jinja: {error.message}") from error
 
 
 def check_generation_config(folder: Path) -> None:
