@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
-from jinja2.sandbox import SecurityError
+from jinja2.exceptions import SecurityError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from surefoot.data.conversation import BadRow
