@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import surefoot
+from surefoot.diagnostics.report.charts import charts
+from surefoot.diagnostics.report.run_history import read_run_history
 from tests.support.data import counting_rows, write_jsonl
 from tests.support.processes import surefoot as command
 from tests.support.runs import assert_same_run, numbers
@@ -44,7 +46,7 @@ def dpo(model_folder: Callable[[str], Path], tmp_path: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_the_first_loss_is_ln_2_and_the_chosen_answers_become_likelier(dpo: dict[str, Any]) -> None:
-    result = surefoot.train({**dpo, "eval_fraction": 0.2, "max_steps": 12}, screen=False)
+    result = surefoot.train({**dpo, "eval_fraction": 0.2, "max_steps": 12, "report": True}, screen=False)
     steps = [line for line in numbers(result.run_folder) if "loss" in line]
     assert steps[0]["loss"] == pytest.approx(0.6931, abs=1e-4), "the model is its own reference at first"
     assert steps[0]["rewards/margins"] == pytest.approx(0, abs=1e-6)
@@ -53,6 +55,13 @@ def test_the_first_loss_is_ln_2_and_the_chosen_answers_become_likelier(dpo: dict
     assert steps[-1]["loss"] < 0.65
     assert result.evaluation["eval_loss"] < 0.69
     assert result.evaluation["eval_rewards/margins"] > 0
+    history = read_run_history(result.run_folder)
+    assert [row["margin"] for row in history.preferences if row["of"] == "training"][-1] > 0.1
+    assert [row["step"] for row in history.preferences if row["of"] == "held out"] == [12]
+    assert {"margin", "accuracy"} <= charts(history).keys()
+    assert [[kind for _, kind in sample["parts"]] for sample in history.samples] == [
+        [False, True, False, True, False]
+    ] * 4
 
 
 @pytest.mark.slow

@@ -142,6 +142,7 @@ class Screen:
         parts = {
             "step": f"step {event.step}/{event.total_steps}",
             "loss": f"reward {event.metrics['reward']:.3f}" if is_reward else f"loss {event.loss:.4f}",
+            "margin": f"margin {margin:.3f}" if (margin := event.metrics.get("rewards/margins")) is not None else "",
             "grad": f"grad {event.grad_norm:.2f}",
             "lr": f"lr {event.learning_rate:.1e}",
             "experts": f"expert load {max(event.expert_load):.1f}x" if event.expert_load else "",

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from surefoot.diagnostics.report.run_history import PROGRAM, Row, RunHistory
+from surefoot.diagnostics.report.run_history import HELD_OUT, PROGRAM, Row, RunHistory
 
 Spec = dict[str, Any]
 HEIGHT = 220
@@ -12,7 +12,10 @@ PHASE_ORDER = [
     "sync", "rollout", "rollout_wait", "reward", "launch", "load", "tokenize", "export", "steps",
 ]  # fmt: skip
 OPTIONS: Spec = {"width": "container", "height": HEIGHT, "config": {"mark": {"tooltip": True}}}
-CURVES = ("reward", "length", "entropy", "importance", "kl", "loss", "eval_loss", "gradient", "rate", "speed")
+CURVES = (
+    "reward", "length", "entropy", "importance", "kl", "margin", "accuracy", "loss", "eval_loss", "gradient", "rate",
+    "speed",
+)  # fmt: skip
 """Charts of values over steps, which the page smooths, zooms and draws in a logarithmic scale."""
 ZOOM: Spec = {
     "name": "zoom",
@@ -32,13 +35,15 @@ OWNER_ORDER = ["frozen parameters", "trained parameters", "gradients", "optimize
 
 def charts(history: RunHistory) -> dict[str, tuple[str, Spec]]:
     """Return name -> (title, specification) of each chart that has data."""
-    rollouts, steps = history.rollouts, history.steps
+    rollouts, steps, pairs = history.rollouts, history.steps, history.preferences
     drawn = {
         "reward": ("Reward: mean of a step, spread within groups; points: held-out prompts", _draw_reward(history)),
         "length": ("Tokens of a completion", _draw_line(rollouts, "completion_length", "tokens")),
         "entropy": ("Entropy of the policy", _draw_line(rollouts, "entropy", "nats")),
         "importance": ("Trainer's over the engine's probability", _draw_line(rollouts, "importance_ratio", "ratio")),
         "kl": ("Divergence from the reference", _draw_line(rollouts, "kl", "nats")),
+        "margin": ("Margin of rewards: the chosen answer's less the rejected one's", _draw_by_data(pairs, "margin")),
+        "accuracy": ("Share of pairs with a positive margin", _draw_by_data(pairs, "accuracy")),
         "loss": ("Loss", _draw_loss(history)),
         "gradient": ("Norm of the gradient", _draw_line(steps, "grad_norm", "norm")),
         "rate": ("Learning rate", _draw_line(steps, "learning_rate", "learning rate")),
@@ -134,14 +139,22 @@ def _draw_loss(history: RunHistory) -> list[Spec]:
         {"step": row["step"], "loss": row["loss"], "of": "training"} for row in history.steps if row["loss"] is not None
     ]
     held_out = [
-        {"step": row["step"], "loss": row["eval_loss"], "of": "held out"}
+        {"step": row["step"], "loss": row["eval_loss"], "of": HELD_OUT}
         for row in history.evaluations
         if "eval_loss" in row
     ]
+    return _draw_by_data([*trained, *held_out], "loss")
+
+
+def _draw_by_data(rows: list[Row], field: str) -> list[Spec]:
+    """Return the line of a value in training, and the points of that of held-out data: `of` tells them apart."""
+    trained, held_out = (
+        [row for row in rows if (row["of"] == HELD_OUT) == is_held_out] for is_held_out in (False, True)
+    )
     encoding = {
         "x": STEP,
-        "y": _number("loss", scale={"zero": False}),
-        "color": _name("of", title=None, sort=["training", "held out"]),
+        "y": _number(field, scale={"zero": False}),
+        "color": _name("of", title=None, sort=["training", HELD_OUT]),
     }
     return [*_layer(trained, _line(trained), **encoding), *_layer(held_out, _points(), **encoding)]
 

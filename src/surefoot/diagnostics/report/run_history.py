@@ -1,7 +1,7 @@
 """The history of a run as rows for charts, read from its folder. Writes nothing."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +28,9 @@ ROLLOUT_NAMES = (
 STEPS_SHOWN, COMPLETIONS_SHOWN = 12, 8
 """Number of steps of completions.jsonl that are shown, and number of completions of each."""
 EVALUATED = ("eval_loss", "eval_reward")
+PREFERENCES = {"margin": "rewards/margins", "accuracy": "rewards/accuracies"}
+"""Numbers of preference optimisation -> their metric; `eval_` is in front of those of held-out pairs."""
+HELD_OUT = "held out"
 PROGRAM = "Python, libraries, data"
 """Owner of the memory that a rank holds before it loads weights."""
 LONG_PHASES = ("launch", "load", "tokenize", "save", "evaluate", "export")
@@ -47,6 +50,8 @@ class RunHistory:
     """step, and eval_loss or eval_reward."""
     rollouts: list[Row]
     """step, and GRPO's reward, reward_std, completion_length, entropy, clip_ratio, importance_ratio, kl."""
+    preferences: list[Row]
+    """step, DPO's margin and accuracy, and `of`: training or held out."""
     completions: list[Row]
     """The lines of completions.jsonl of a few steps."""
     samples: list[Row]
@@ -98,6 +103,9 @@ def read_run_history(run_folder: Path) -> RunHistory:
         rollouts=_thin(
             [_select_numbers(line, ROLLOUT_NAMES) for line in steps if is_number(line.get("reward"))], MOST_POINTS
         ),
+        preferences=_thin(
+            [*_select_preferences(lines, "", "training"), *_select_preferences(lines, "eval_", HELD_OUT)], MOST_POINTS
+        ),
         completions=_select_completions(run_folder / COMPLETIONS),
         samples=[line for line in _read_lines(run_folder / SAMPLES) if is_sample(line)],
         expert_load=_collect_expert_load(steps),
@@ -116,6 +124,14 @@ def read_run_history(run_folder: Path) -> RunHistory:
         settings=_read_settings(run_folder),
         started_at=_read_start(run_folder / ENVIRONMENT),
     )
+
+
+def _select_preferences(lines: Sequence[Row], prefix: str, of: str) -> Iterator[Row]:
+    """Yield the margins and accuracies of the lines that have them under names with this prefix."""
+    for line in lines:
+        values = {name: line.get(f"{prefix}{metric}") for name, metric in PREFERENCES.items()}
+        if all(is_number(value) for value in values.values()):
+            yield {"step": line["step"], **values, "of": of}
 
 
 def last_value(rows: Sequence[Row], field: str) -> object:
