@@ -88,7 +88,6 @@ def test_a_conversation_parts_where_the_answers_differ() -> None:
         ({"chosen": "\n\nHuman: q\n\nHuman: r", "rejected": "\n\nHuman: q\n\nAssistant: no"}, "do not alternate"),
         ({"rejected_response": "no"}, "needs `messages`, or `query`"),
         ({"messages": [QUESTION], "rejected_response": "no"}, "the chosen answer is empty"),
-        ({"query": "<image>q", "chosen": "yes", "rejected": "no", "images": ["a.png"]}, "answers to texts alone"),
         ({"prompt": [QUESTION], "completion": [CHOSEN], "label": True}, r"preference \(rejected \+ chosen\)"),
     ],
 )

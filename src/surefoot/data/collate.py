@@ -13,6 +13,7 @@ from torch import Tensor
 from surefoot.data.dataset import Dataset, Sample
 from surefoot.data.image_processor import PixelReader, Vision
 from surefoot.data.images import Image
+from surefoot.data.pairs import CHOSEN, REJECTED, take_images
 from surefoot.data.sampler import SampleKey
 from surefoot.system.pinned_copy import send
 
@@ -154,15 +155,22 @@ def _split_pair(
     question, chosen, _ = sample.parts
     ids = np.split(sample.ids, [question, question + chosen])
     weights = np.split(sample.weights, [question, question + chosen])
+    images: list[tuple[Image, ...]] = []
+    token = reader.settings.token_id if reader is not None else None
+    for tokens in ids:
+        images.append(take_images(tokens, sample.images[sum(map(len, images)) :], token))
     if shares_questions:
-        yield _Sequence(ids[0], weights[0], _positions_of(ids[0], reader, sample.place), sample.place)
-    for part in (1, 2):
-        whole = np.concatenate([ids[0], ids[part]])
-        positions = _positions_of(whole, reader, sample.place)
+        positions = _positions_of(ids[0], reader, sample.place, images[0])
+        yield _Sequence(ids[0], weights[0], positions, sample.place, images[0])
+    for part in (CHOSEN, REJECTED):
+        whole, all_images = np.concatenate([ids[0], ids[part]]), (*images[0], *images[part])
+        positions = _positions_of(whole, reader, sample.place, all_images)
         if shares_questions:
-            yield _Sequence(ids[part], weights[part], positions[..., question:], sample.place, prefix=index)
+            yield _Sequence(
+                ids[part], weights[part], positions[..., question:], sample.place, images[part], prefix=index
+            )
         else:
-            yield _Sequence(whole, np.concatenate([weights[0], weights[part]]), positions, sample.place)
+            yield _Sequence(whole, np.concatenate([weights[0], weights[part]]), positions, sample.place, all_images)
 
 
 def _positions_of(

@@ -266,7 +266,8 @@ class Dataset:
         kept = self.options.keep_of_pairs(parts)
         indices = select_tokens(parts, kept, 0)
         question, chosen, rejected = kept.tokens[0].tolist()
-        return Sample(shard.ids[begin + indices], weights[indices], place, parts=(question, chosen, rejected))
+        ids, sizes = shard.ids[begin + indices], (question, chosen, rejected)
+        return Sample(ids, weights[indices], place, shard.images(sample), sizes)
 
     def sample_keys(self) -> Iterator[tuple[int, int]]:
         """Yield (chunk, sample) of all samples, in file order."""

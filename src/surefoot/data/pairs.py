@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surefoot.data.conversation import BadRow
+from surefoot.data.images import Image
 from surefoot.data.render import Rendered
 from surefoot.data.template import Span
 
@@ -33,28 +34,46 @@ class Kept(NamedTuple):
         return totals
 
 
-def join_sides(sides: Sequence[Rendered | BadRow]) -> Rendered | BadRow:
-    """Return the sample of a row: its only side, or its two sides joined; or the reason why there is none."""
+def join_sides(sides: Sequence[Rendered | BadRow], image_token: int | None) -> Rendered | BadRow:
+    """Return the sample of a row: its only side, or its two sides joined; or the reason why there is none.
+
+    `image_token`: the token that stands for images; None without.
+    """
     problem = next((side for side in sides if isinstance(side, BadRow)), None)
     if problem is not None or len(sides) == 1:
         return problem or sides[0]
     chosen, rejected = (side for side in sides if isinstance(side, Rendered))
-    return join_pair(chosen, rejected)
+    return join_pair(chosen, rejected, image_token)
 
 
-def join_pair(chosen: Rendered, rejected: Rendered) -> Rendered | BadRow:
+def take_images(ids: NDArray[np.int32], images: Sequence[Image], image_token: int | None) -> tuple[Image, ...]:
+    """Return the first images, as many as fill the places of images among the tokens."""
+    places = int(np.count_nonzero(ids == image_token)) if images else 0
+    ends = np.cumsum([image.num_tokens for image in images])
+    return tuple(images[: int(np.searchsorted(ends, places, side="right"))])
+
+
+def join_pair(chosen: Rendered, rejected: Rendered, image_token: int | None) -> Rendered | BadRow:
     """Lay the tokens of a pair end to end. Return the reason if the two cannot be told apart.
 
-    The question ends before the first token that differs or is trained.
+    The question ends before the first token that differs or is trained, and before an image of which it would hold a
+    part.
     """
     if not chosen.spans or not rejected.spans:
         return BadRow(f"no token of the {'rejected' if chosen.spans else 'chosen'} answer is trained")
     most = min(span.begin for span in (*chosen.spans, *rejected.spans))
     is_equal = chosen.ids[:most] == rejected.ids[:most]
     question = most if is_equal.all() else int(np.argmin(is_equal))
+    shared = take_images(chosen.ids[:question], chosen.images, image_token)
+    if shared != rejected.images[: len(shared)]:
+        return BadRow("its two answers follow other images, so they answer no common question")
+    places = np.flatnonzero(chosen.ids[:question] == image_token) if chosen.images else ()
+    if len(places) > (whole := sum(image.num_tokens for image in shared)):
+        question = int(places[whole])
     if not question:
         return BadRow("nothing stands before the two answers: a pair needs a question")
-    if np.array_equal(chosen.ids[question:], rejected.ids[question:]):
+    images = (*chosen.images, *rejected.images[len(shared) :])
+    if np.array_equal(chosen.ids[question:], rejected.ids[question:]) and chosen.images == rejected.images:
         return BadRow("the chosen and the rejected answer have the same tokens, so there is nothing to learn")
     shift = len(chosen.ids) - question
     spans = tuple(Span(span.begin + shift, span.end + shift, span.weight) for span in rejected.spans)
@@ -63,6 +82,7 @@ def join_pair(chosen: Rendered, rejected: Rendered) -> Rendered | BadRow:
         ids=np.concatenate([chosen.ids, rejected.ids[question:]]),
         spans=chosen.spans + spans,
         flags=chosen.flags | rejected.flags,
+        images=images,
         parts=(question, len(chosen.ids) - question, len(rejected.ids) - question),
     )
 

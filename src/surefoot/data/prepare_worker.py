@@ -46,6 +46,7 @@ class Preparer:
 
     def __init__(self, source: RendererSource) -> None:
         self._renderer = Renderer(source)
+        self._image_token = source.images.token_id if source.images is not None else None
         self._readers: dict[Path, Reader] = {}
         self._chunks = ChunkReader()
         if source.images is not None and source.images.processor is not None:
@@ -88,7 +89,7 @@ class Preparer:
     def _flush(self, writer: ShardWriter, batch: list[_Rendering]) -> None:
         samples = self._renderer.tokenize([text for row in batch for text in row.texts])
         for row in batch:
-            sample = join_sides(list(islice(samples, len(row.texts))))
+            sample = join_sides(list(islice(samples, len(row.texts))), self._image_token)
             if isinstance(sample, BadRow):
                 writer.refuse(row.number, row.line, str(sample))
             else:

@@ -155,8 +155,6 @@ class Reader(MessageReader):
         if self.spec.prompts:
             return self._read_prompt(format, columns)
         conversation = self._read_conversation(format, columns)
-        if conversation.rejected is not None and any(side.images for side in conversation.sides):
-            raise BadRow("the row has images; this version compares answers to texts alone")
         for side in conversation.sides:
             if side.kind == "chat":
                 check_turns(side.messages)

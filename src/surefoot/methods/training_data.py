@@ -163,8 +163,8 @@ class RunData:
             self._read_ahead(self.order.step(step.next_position))
 
     def _read_ahead(self, step: StepBatch) -> None:
-        """Let the workers begin with the images of this rank's part of a step."""
-        if self.reader is not None and self.reader.has_workers:
+        """Let the workers begin with the images of this rank's part of a step. Those of a pair are read by part."""
+        if self.reader is not None and self.reader.has_workers and not self._config.row.is_pair:
             rows = step.sequences[self.layout.data_rank :: self.layout.data_size]
             self.reader.read_ahead(self.train.sample(*key).images for row in rows for key in row)
 

@@ -1,0 +1,63 @@
+"""Pairs of answers about images: each answer has the likelihood that it has as an answer of its own."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import surefoot
+from surefoot.data.collate import collate
+from surefoot.methods.token_loss import TokenLogprobs, TokenLoss
+from surefoot.models.build import build_model
+from tests.support.data import write_jsonl
+from tests.support.runs import numbers
+from tests.support.vision import opened, picture_rows
+from tests.support.vision_families import FAMILIES, write_family
+
+pytestmark = pytest.mark.slow
+
+
+def pair_of(row: dict[str, Any], later: str | None) -> dict[str, Any]:
+    """The row with a rejected answer; `later`: an image of the next question on the rejected side."""
+    question, answer = row["messages"]
+    images = [*row["images"]]
+    rejected = [{**answer, "content": "none of them"}]
+    if later is not None:
+        rejected += [{"role": "user", "content": [{"type": "image", "image": later}]}, answer]
+        question = {**question, "content": question["content"].replace("<image>", "")}
+        images = []
+    return {"prompt": [question], "chosen": [answer], "rejected": rejected, "images": images}
+
+
+@pytest.mark.parametrize("kind", ["internvl", "qwen3_5_moe"])
+def test_an_answer_is_as_likely_in_a_pair_as_alone(kind: str, tmp_path: Path) -> None:
+    with FAMILIES[kind].stand_in():
+        base = write_family(kind, tmp_path / "base")
+        rows = picture_rows(tmp_path / "data")[:4]
+        pairs = [pair_of(row, "0.png" if number == 3 else None) for number, row in enumerate(rows)]
+        settings: dict[str, Any] = {
+            "model": str(base), "output_dir": str(tmp_path / "run"), "max_length": 512, "max_steps": 2, "device": "cpu",
+            "report": False, "global_batch_size": 4, "per_device_train_batch_size": 2,
+        }  # fmt: skip
+        dpo = {**settings, "method": "dpo", "dataset": str(write_jsonl(tmp_path / "data/pairs.jsonl", pairs))}
+        _, samples, reader = opened(dpo)
+        assert [len(sample.images) for sample in samples] == [1, 2, 0, 1]
+        # The turns of both sides before the last are context of SFT too: prompt and completion.
+        sides = [
+            {"prompt": pair["prompt"], "completion": pair[side], "images": pair["images"]}
+            for pair in pairs
+            for side in ("chosen", "rejected")
+        ]
+        _, alone, sft_reader = opened({**settings, "dataset": str(write_jsonl(tmp_path / "data/sides.jsonl", sides))})
+        model = build_model(base, lora=None, device=torch.device("cpu"), dtype=torch.float32).model.eval()
+        with torch.no_grad():
+            expected = [-float(TokenLoss(model)(collate([sample], sft_reader))) for sample in alone]
+            for shares in (True, False):
+                batch = collate(samples, reader, shares_questions=shares)
+                logprobs, _ = TokenLogprobs(model, is_drawn=False)(batch)
+                found = torch.zeros(len(expected)).index_add(0, batch.answer_of, logprobs)
+                torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=1e-4)
+        surefoot.train(dpo, screen=False)
+        losses = [line["loss"] for line in numbers(tmp_path / "run") if "loss" in line]
+        assert losses[0] == pytest.approx(0.6931, abs=1e-4)
