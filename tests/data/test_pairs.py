@@ -1,5 +1,7 @@
 """Rows of preference data in every form, and the tokens of their pairs."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +10,12 @@ import pytest
 import torch
 
 import surefoot
+from surefoot.config.schema import DatasetItem
 from surefoot.data.collate import collate
 from surefoot.data.conversation import BadRow, Conversation
 from surefoot.data.dataset import Sample
 from surefoot.data.row_formats import FormatSpec, Reader, format_of
+from surefoot.data.sources import find_sources
 from surefoot.errors import DataError
 from tests.methods.test_dpo import pair_rows
 from tests.support.data import write_jsonl
@@ -86,6 +90,20 @@ def test_a_conversation_parts_where_the_answers_differ() -> None:
         ({"query": "q", "instruction": "i", "chosen": "yes", "rejected": "no"}, "instruction, query are there"),
         ({"prompt": "other", "chosen": [QUESTION, CHOSEN], "rejected": [QUESTION, REJECTED]}, "is not the question"),
         ({"chosen": "\n\nHuman: q\n\nHuman: r", "rejected": "\n\nHuman: q\n\nAssistant: no"}, "do not alternate"),
+        (
+            {
+                "prompt": [{"role": "system", "content": "s"}, QUESTION],
+                "chosen": [QUESTION, CHOSEN],
+                "rejected": [QUESTION, REJECTED],
+            },
+            "is not the question",
+        ),
+        (
+            {"query": "q", "chosen": [QUESTION, CHOSEN], "rejected": [QUESTION, REJECTED]},
+            "`query` .*not the question",
+        ),
+        ({"chosen": [QUESTION, CHOSEN], "rejected": [{"role": "user", "content": "r"}, REJECTED]}, "other questions"),
+        ({"system": "s", "prompt": "q", "chosen": "y", "rejected": "n"}, "which `system` and `history` need"),
         ({"rejected_response": "no"}, "needs `messages`, or `query`"),
         ({"messages": [QUESTION], "rejected_response": "no"}, "the chosen answer is empty"),
         ({"prompt": [QUESTION], "completion": [CHOSEN], "label": True}, r"preference \(rejected \+ chosen\)"),
@@ -96,11 +114,35 @@ def test_a_row_that_is_no_pair_is_refused(row: dict[str, Any], reason: str) -> N
         read(row)
 
 
+def test_an_entry_of_llama_factory_is_read_as_pairs(tmp_path: Path) -> None:
+    row = {"asked": "q", "more": "", "good": "yes", "rejected": "no", "history": [["ignored", "column"]]}
+    write_jsonl(tmp_path / "pairs.jsonl", [row])
+    columns = {"prompt": "asked", "query": "more", "chosen": "good"}
+    talk = {"chosen": {"from": "gpt", "value": "yes"}, "rejected": {"from": "gpt", "value": "no"}}
+    write_jsonl(tmp_path / "talk.jsonl", [{"conversations": [{"from": "human", "value": "q"}], **talk}])
+    entries = {
+        "alpaca": {"file_name": "pairs.jsonl", "ranking": True, "columns": columns},
+        "sharegpt": {"file_name": "talk.jsonl", "ranking": True, "formatting": "sharegpt"},
+    }
+    info = tmp_path / "dataset_info.json"
+    info.write_text(json.dumps(entries))
+    for name in entries:
+        (source,) = find_sources([DatasetItem(path=str(info), name=name)])
+        spec = replace(source.spec, pairs=True)
+        (line,) = source.files[0].read_text().splitlines()
+        pair = Reader(spec, format_of(spec, json.loads(line))).read(json.loads(line))
+        assert (turns(pair), turns(pair.rejected)) == (
+            [("user", "q"), ("assistant", "yes")], [("user", "q"), ("assistant", "no")],
+        )  # fmt: skip
+        with pytest.raises(BadRow, match="single answers"):
+            format_of(source.spec, json.loads(line))
+
+
 def test_pairs_are_named_where_one_answer_is_expected() -> None:
     row = {"prompt": [QUESTION], "chosen": [CHOSEN], "rejected": [REJECTED]}
     with pytest.raises(BadRow, match=r"preference data: `method: dpo`"):
         format_of(FormatSpec(), row)
-    with pytest.raises(BadRow, match=r"is preference .*the method trains on no pairs"):
+    with pytest.raises(BadRow, match=r"is preference \(dataset_format\), and the method trains on single answers"):
         format_of(FormatSpec("preference"), row)
     with pytest.raises(BadRow, match=r"is messages .*trains on pairs of answers"):
         format_of(FormatSpec("messages", pairs=True), row)

@@ -75,7 +75,7 @@ def llamafactory(folder: Path) -> Path:
         "films": {"file_name": "talk.jsonl", "formatting": "sharegpt", "columns": {"videos": "videos"}},
         "many": {"file_name": "talk.jsonl", "num_samples": "many"},
         "hub": {"hf_hub_url": "someone/something"},
-        "ranked": {"file_name": "alpaca.jsonl", "ranking": True},
+        "ranked": {"file_name": "alpaca.jsonl", "ranking": True, "columns": {"prompt": "asked", "chosen": "good"}},
         "scripted": {"script_url": "x"},
         "odd": {"file_name": "alpaca.jsonl", "formatting": "dolly"},
     }
@@ -124,7 +124,6 @@ def test_entries_of_dataset_info_json(tmp_path: Path) -> None:
     [
         ("gone", r"entry 'gone': .*file_name .*gone\.jsonl .*\(run\.yaml:2\)"),
         ("none", r" 'none'.*: corpus, films, gone, hub, many, mapped"),
-        ("ranked", r"entry 'ranked' .*ranking"),
         ("scripted", r"entry 'scripted' .*script_url.*file_name"),
         ("typo", r"columns .*'promt'.*: prompt, query"),
         ("films", r"entry 'films' has videos"),

@@ -27,7 +27,7 @@ AXOLOTL = "base_model: m\ndatasets: [{path: d}]\nadapter: lora\n"
         (f"{TRL} --truncation_mode keep_end --rpo_alpha 0.5", {"truncation": "left", "sft_weight": 0.5}),
         (f"{TRL} --rpo_alpha null --f_divergence_type reverse_kl", {"sft_weight": None}),
         (f"{TRL} --lora_dropout 0.1", {"lora_dropout": None}),
-        (f"{TRL} --lora_dropout 0.1 --disable_dropout false", {"lora_dropout": 0.1}),
+        (f"{TRL} --lora_dropout 0.1 --disable_dropout false", {"lora_dropout": None}),
         (f"{TRL} --ref_model m --precompute_ref_log_probs true", {"method": "dpo"}),
         (f"{SWIFT} --beta 0.3 --ld_alpha 0.5", {"method": "dpo", "beta": 0.3, "ld_alpha": 0.5, "lora_dropout": None}),
     ],
@@ -45,6 +45,8 @@ def test_commands_carry_their_loss(words: str, expected: dict[str, Any]) -> None
         (f"{LLAMAFACTORY}pref_ftx: 0.2\n", {"method": "dpo", "sft_weight": 0.2}),
         (f"{AXOLOTL}rl: dpo\nrl_beta: 0.2\n", {"method": "dpo", "beta": 0.2}),
         (f"{AXOLOTL}rl: ipo\n", {"method": "dpo", "loss_type": "ipo"}),
+        (f"{AXOLOTL}rl: dpo\ndpo_norm_loss: true\n", {"loss_type": "sigmoid_norm"}),
+        (f"{AXOLOTL}rl: dpo\ndpo_loss_type: [ipo]\n", {"loss_type": "ipo"}),
     ],
 )  # fmt: skip
 def test_files_carry_their_loss(tmp_path: Path, text: str, expected: dict[str, Any]) -> None:
@@ -68,6 +70,21 @@ def test_files_carry_their_loss(tmp_path: Path, text: str, expected: dict[str, A
 def test_what_would_learn_something_else_is_refused(options: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         import_command(f"{TRL} {options}")
+
+
+@pytest.mark.parametrize("words", [f"{SWIFT} --adapters out/checkpoint-3", f"{TRL} --lora_target_modules q_proj"])
+def test_an_adapter_to_start_from_is_never_left_out(words: str) -> None:
+    if "--adapters" in words:
+        with pytest.raises(ConfigError, match="init_adapter: the reference is the model without any adapter"):
+            import_command(words)
+    else:
+        assert get_values(import_command(words))["method"] == "dpo"
+
+
+def test_a_file_whose_method_is_guessed_says_so(tmp_path: Path) -> None:
+    run = import_file(tmp_path / "run.yaml", "model_name_or_path: m\ndataset_name: d\nuse_peft: true\nbeta: 0.1\n")
+    assert get_values(run)["method"] == "dpo"
+    assert "the file does not name its method" in run.left_out["method = dpo"]
 
 
 def test_full_fine_tuning_has_no_reference() -> None:

@@ -123,7 +123,6 @@ def test_a_chat_template_that_fails_or_renders_nothing_is_refused(folder: Path, 
     assert cli.main(["chat", str(folder), "--prompt", "x"]) == 2
 
 
-@pytest.mark.long
 def test_a_chat_template_of_the_run_that_is_no_jinja_is_named_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "t.jinja"
     path.write_text("{% for m in messages %}\n{{ m.content }")
@@ -133,6 +132,7 @@ def test_a_chat_template_of_the_run_that_is_no_jinja_is_named_with_its_line(tmp_
     assert read_template(str(path)).startswith("{% for")
 
 
+@pytest.mark.long
 def test_a_chat_template_without_an_end_is_ended(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     (folder / "chat_template.jinja").write_text(loop)

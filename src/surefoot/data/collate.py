@@ -128,7 +128,8 @@ def collate(
         weights.append(sequence.weights[trained])
     target_weights = torch.from_numpy(np.concatenate(weights))
     prefixes = tuple(sequence.prefix for sequence in sequences)
-    is_answer = [index not in prefixes for index in range(len(sequences))]
+    shared = set(prefixes)
+    is_answer = [index not in shared for index in range(len(sequences))]
     answer_of = np.repeat(np.cumsum(is_answer) - 1, [len(each) for each in targets])
     return MicroBatch(
         ids=ids[None],

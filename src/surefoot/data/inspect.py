@@ -100,14 +100,17 @@ def report_on(dataset: Dataset, held_out: Dataset | None, *, show: int) -> DataR
     dataset = dataset.without_validation()
     held_out = held_out.without_validation() if held_out is not None else None
     parts = [dataset.chunk_samples(number) for number in range(len(dataset.chunks))]
-    all_lengths = np.concatenate([np.zeros(0, np.int64), *(part.lengths for part in parts)])
+    tokens = sum(int(part.lengths.sum()) for part in parts)
+    # Of a pair, the question with its longer answer: that is what `max_length` limits.
+    longest = (dataset.shard(number).lengths[part.samples] for number, part in enumerate(parts))
+    all_lengths = np.minimum(np.concatenate([np.zeros(0, np.int64), *longest]), dataset.options.max_length)
     counts = dataset.counts()
     all_digests = digests(dataset)
     return DataReport(
         format=", ".join(dataset.formats),
         counts=counts,
         held_out=held_out.counts() if held_out is not None else None,
-        tokens=int(all_lengths.sum()),
+        tokens=tokens,
         trained_tokens=sum(int(part.trained.sum()) for part in parts),
         duplicates=len(all_digests) - len(np.unique(all_digests)),
         lengths=_summarize(all_lengths),

@@ -22,8 +22,9 @@ def read_preference(reader: MessageReader, columns: Columns) -> Conversation:
     tools = tools_of(columns.get("tools"))
     context: Messages
     if chosen[0].role != "assistant" and rejected[0].role != "assistant":
+        whole = chosen
         context, chosen, rejected = _split_conversations(chosen, rejected)
-        _check_question(columns.get("prompt"), context)
+        _check_question(reader, columns, context, whole)
         return build_pair((*_system_of(reader, columns, context), *context), chosen, rejected, tools)
     if len(names) != 1:
         found = f"{', '.join(names)} are there" if names else f"none of {', '.join(QUESTIONS)} is there"
@@ -35,6 +36,11 @@ def read_preference(reader: MessageReader, columns: Columns) -> Conversation:
         and isinstance(question, str)
         and all(isinstance(columns[side], str) for side in ("chosen", "rejected"))
     ):
+        if columns.get("system") or columns.get("history"):
+            raise BadRow(
+                "three bare texts are joined without a chat template, which `system` and `history` need. Name the "
+                "question: columns: {query: prompt}"
+            )
         return build_pair((Message("user", text_of(question, name)),), chosen, rejected, kind="completion")
     if isinstance(question, str):
         parts = [text_of(question, name)]
@@ -123,17 +129,31 @@ def _split_conversations(chosen: Messages, rejected: Messages) -> tuple[Messages
     most = min(len(chosen), len(rejected)) - 1
     pairs = zip(chosen[:most], rejected[:most], strict=True)
     count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    if not any(message.role == "user" for message in chosen[:count]):
+        raise BadRow("the two conversations begin with other questions, so their answers cannot be compared")
     return chosen[:count], chosen[count:], rejected[count:]
 
 
-def _check_question(prompt: Any, context: Messages) -> None:
-    """Raise BadRow if `prompt` is not the question of two whole conversations, as it is in UltraFeedback."""
-    last = context[-1].content.strip() if context else ""
-    if isinstance(prompt, str) and prompt.strip() != last:
-        raise BadRow(
-            f"chosen and rejected are whole conversations, and `prompt` ({shown(prompt)}) is not the question in them "
-            f"({shown(last)}). Remove the column, or leave only the answers in chosen and rejected"
-        )
+def _check_question(reader: MessageReader, columns: Columns, context: Messages, chosen: Messages) -> None:
+    """Raise BadRow if a column beside two whole conversations says something else than they do.
+
+    UltraFeedback repeats the question in `prompt`, and the chosen conversation in `messages`.
+    """
+    repeated: dict[str, tuple[Any, ...]] = {"prompt": (context,), "messages": (context, chosen)}
+    last = context[-1].content.strip()
+    for name in (*QUESTIONS, "history"):
+        value = columns.get(name)
+        if not value:
+            continue
+        if isinstance(value, str) and name == "prompt":
+            is_same = value.strip() == last
+        else:
+            is_same = name in repeated and reader.messages(value, name)[0] in repeated[name]
+        if not is_same:
+            raise BadRow(
+                f"chosen and rejected are whole conversations, and `{name}` ({shown(value)}) is not the question in "
+                "them. Remove the column, or leave only the answers in chosen and rejected"
+            )
 
 
 def _system_of(reader: MessageReader, columns: Columns, messages: Sequence[Message]) -> Messages:

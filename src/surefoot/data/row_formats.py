@@ -96,10 +96,9 @@ def format_of(spec: FormatSpec, first_row: Columns) -> str:
     if spec.format == "auto":
         return detect(_rename_columns(first_row, spec).keys(), prompts=spec.prompts, pairs=spec.pairs)
     if FORMATS[spec.format].is_pair != spec.pairs:
-        expected = "pairs of answers, and this format has one answer" if spec.pairs else "no pairs of answers"
-        raise BadRow(
-            f"the format of these rows is {spec.format} ({spec.named_in}), and the method trains on {expected}"
-        )
+        where = spec.named_in if spec.only_mapped else "dataset_format"
+        expected = "pairs of answers" if spec.pairs else "single answers. Pairs are for `method: dpo`"
+        raise BadRow(f"the format of these rows is {spec.format} ({where}), and the method trains on {expected}")
     return spec.format
 
 

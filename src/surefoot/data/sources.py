@@ -307,10 +307,6 @@ def _find_info_entry(info: Path, name: str) -> tuple[str, Mapping[str, Any]]:
 
 def _resolve_info_entry(at: str, entry: Mapping[str, Any], folder: Path, item: DatasetItem, rows: RowRange) -> Source:
     """Return the source of an entry of the dataset_info.json in `folder`: its file and the roles of its columns."""
-    if entry.get("ranking"):
-        raise _BadSource(
-            f"{at} is a ranking dataset (chosen and rejected answers); this version trains on answers only"
-        )
     for key in ("script_url", "cloud_file_name"):
         if key in entry:
             raise _BadSource(f"{at} uses {key}, which is not supported; give file_name or hf_hub_url")
@@ -370,14 +366,14 @@ def _build_info_spec(entry: Mapping[str, Any], at: str) -> FormatSpec:
     tags = {str(tag): str(value) for tag, value in (tags or {}).items()}
     if formatting == "openai":
         tags = {"role_tag": "role", "content_tag": "content", **tags}
-    if entry.get("converter") or (entry.get("formatting") is None and not columns):
+    if entry.get("converter") or (entry.get("formatting") is None and not columns and not entry.get("ranking")):
         return FormatSpec(tags=tags)  # LLaMA-Factory v1 entries name no formatting: it is detected from columns
     if formatting == "alpaca" and list(used) == ["prompt"]:  # LLaMA-Factory's form for pre-training
         return FormatSpec("text", {"text": used["prompt"]}, only_mapped=True, named_in=at)
     format = "messages" if formatting == "openai" else formatting
-    if used.keys() & PAIR_COLUMNS.keys():
-        format = "preference"
     mapped = {columns_by_name[name]: column for name, column in used.items()}
+    if entry.get("ranking") or used.keys() & PAIR_COLUMNS.keys():
+        format, mapped = "preference", {**PAIR_COLUMNS, **mapped}
     return FormatSpec(format, mapped, tags, only_mapped=bool(columns), named_in=at)
 
 

@@ -19,7 +19,7 @@ from surefoot.migrate.field_map import (
 from surefoot.migrate.imported_run import PATHS, ImportedRun
 from surefoot.migrate.lint import lint
 from surefoot.migrate.parsed_run import ParsedRun
-from surefoot.migrate.peer_defaults import collect_defaults, disables_dropout, note_peer_defaults
+from surefoot.migrate.peer_defaults import collect_defaults, note_peer_defaults
 from surefoot.migrate.peer_tables import (
     IGNORED,
     IGNORED_IF,
@@ -289,8 +289,8 @@ def _leave_out_redundant_evaluation(imported: ImportedRun) -> None:
     method = imported.source.method
     for name in {"grpo": ("packing", "train_on"), "dpo": ("train_on",)}.get(method, ()):
         imported.leave_out(name, f"not available with method: {method}")
-    if disables_dropout(imported.source):
-        imported.leave_out("lora_dropout", "the trainer turns dropout off (disable_dropout)")
+    if method == "dpo":
+        imported.leave_out("lora_dropout", "method dpo turns dropout off, as the trainers of DPO do by default")
 
 
 def _set_rendezvous_endpoint(imported: ImportedRun) -> None:

@@ -13,7 +13,7 @@ from surefoot.migrate.parsed_run import ParsedRun
 from surefoot.migrate.sharding import locate_deepspeed_config
 
 REQUIRED = frozenset(
-    "model dataset method loss_type output_dir tuning rollout_engine reward_funcs nproc_per_node nnodes "
+    "model dataset method loss_type init_adapter output_dir tuning rollout_engine reward_funcs nproc_per_node nnodes "
     "rdzv_endpoint".split()
 )
 """Surefoot settings that are never dropped: without them it would be another run, so the import fails instead."""

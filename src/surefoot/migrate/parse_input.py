@@ -107,9 +107,14 @@ def _read_mapping(path: Path, text: str, program: str | None) -> ParsedRun:
     locations = {key: f"{path.name}:{lines[key]}" if key in lines else path.name for key in settings}
     if program == "DeepSpeed":
         settings, locations = {"deepspeed": str(path)}, {"deepspeed": path.name}
-    return ParsedRun(
+    run = ParsedRun(
         program, dict(settings), locations, base=path.resolve().parent, method=_detect_method(program, settings)
     )
+    signs = [key for key in SIGNS_OF_METHOD.get(program, {}).get(run.method, ()) if settings.get(key)]
+    if signs and not any(settings.get(name) for name in ("rlhf_type", "rl", "stage")):
+        why = f"the file does not name its method, and {signs[0]} is a setting of this one"
+        run.notes[f"method = {run.method}"] = why
+    return run
 
 
 def _detect_program(settings: Mapping[str, Any]) -> str | None:

@@ -21,7 +21,7 @@ from surefoot.migrate.peer_tables import (
     UNCUT_PROMPTS,
 )
 from surefoot.migrate.sharding import read_deepspeed_settings
-from surefoot.migrate.values import is_null, parse_number
+from surefoot.migrate.values import is_null
 
 
 def collect_defaults(imported: ImportedRun) -> dict[str, Any]:
@@ -63,8 +63,8 @@ def collect_defaults(imported: ImportedRun) -> dict[str, Any]:
         "warmup_steps": "warmup_ratio" in settings or find_peer_schedule(run) == "constant",
         "gradient_accumulation_steps": "global_batch_size" in settings,
         "save_steps": run.settings.get("save_strategy", "steps") != "steps",
-        # Surefoot's GRPO refuses LoRA dropout, and trainers of DPO turn dropout off.
-        "lora_dropout": is_grpo or disables_dropout(run),
+        # Surefoot's GRPO and DPO refuse LoRA dropout; trainers of DPO turn it off by default.
+        "lora_dropout": run.method in ("grpo", "dpo"),
         **dict.fromkeys(read_deepspeed_settings(imported), True),
     }
     return {name: value for name, value in defaults.items() if not is_overridden.get(name)}
@@ -108,11 +108,6 @@ def note_peer_defaults(imported: ImportedRun) -> None:
         if name in imported.settings:
             value, origin = imported.settings[name]
             imported.settings[name] = (value, f"{origin}, as near as it can be: see below")
-
-
-def disables_dropout(run: ParsedRun) -> bool:
-    """Return whether the run's trainer turns all dropout off, as those of DPO do by default."""
-    return run.method == "dpo" and parse_number(run.settings.get("disable_dropout")) is not False
 
 
 def _is_swift_3(run: ParsedRun) -> bool:

@@ -15,12 +15,13 @@ NAMES = {
     "dpo_label_smoothing": "label_smoothing",
 }  # fmt: skip
 """Peer setting -> the setting of DPO with the same meaning."""
-LOSS_SETTINGS = ("loss_type", "pref_loss")
+LOSS_SETTINGS = ("loss_type", "pref_loss", "dpo_loss_type")
+LOSS_WEIGHTS = ("loss_weights", "dpo_loss_weights")
 SFT_LOSS = "sft"
 """TRL's name of the chosen answers' likelihood in a list of losses."""
 NO_EFFECT = frozenset(
     "precompute_ref_log_probs precompute_ref_batch_size ref_model_init_kwargs model_adapter_name disable_dropout "
-    "padding_value label_pad_token_id dataset_num_proc".split()
+    "padding_value label_pad_token_id dataset_num_proc f_alpha_divergence_coef ref_model_quantization_bit".split()
 )
 """Settings that change how the result is computed and not the result."""
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -49,10 +50,12 @@ def map_preferences(run: ParsedRun, name: str, value: Any) -> Mapped:
         return ...
     if name in LOSS_SETTINGS and value is not None:
         return _map_losses(run, name, value)
-    if name == "loss_weights" and any(setting in run.settings for setting in LOSS_SETTINGS):
+    if name in LOSS_WEIGHTS and any(setting in run.settings for setting in LOSS_SETTINGS):
         return {}  # carried with the losses
     if name in NO_EFFECT:
         return {}
+    if name == "dpo_norm_loss":  # of axolotl
+        return {"loss_type": "sigmoid_norm"} if value else {}
     if name in LIMITS:
         return None
     if name == "truncation_mode" and value in TRUNCATION:
@@ -85,7 +88,7 @@ def _map_losses(run: ParsedRun, name: str, value: Any) -> dict[str, Any]:
     for loss in losses:
         if loss not in (*LOSS_TYPES, SFT_LOSS):
             raise run.make_value_error(name, value, f"losses of method dpo: {', '.join(LOSS_TYPES)}")
-    given = run.settings.get("loss_weights")
+    given = next((run.settings[weights] for weights in LOSS_WEIGHTS if weights in run.settings), None)
     weights = [1.0] * len(losses) if given is None else [parse_number(item) for item in as_list(given)]
     if len(weights) != len(losses):
         raise run.make_value_error("loss_weights", given, f"a number for each of the {len(losses)} losses")

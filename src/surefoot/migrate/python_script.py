@@ -85,6 +85,8 @@ class _Script:
                 )
             elif name not in NOT_SETTINGS:
                 self._set(name, value, call)
+        for note in [note for note in self.run.notes if note.startswith("ref_model =")]:
+            self.run.notes[note] = "the reference is the model without its adapter: check that this is no other model"
 
     def read_call(self, call: ast.Call) -> None:
         """Read another call of the script, if it is one that sets the run up."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from surefoot.errors import ModelError
@@ -113,6 +113,8 @@ def _keep_gradients(module: nn.Module, _arguments: Any, output: Any) -> Any:
     if not touched or not torch.is_grad_enabled():
         return output
     first, *others = output if isinstance(output, tuple) else (output,)
+    if not isinstance(first, Tensor) or not first.is_floating_point():
+        return output
     first = first + torch.stack(touched).sum().to(first.dtype)
     return (first, *others) if isinstance(output, tuple) else first
 

@@ -59,7 +59,7 @@ def _check_first_rows(loaded: LoadedConfig) -> Result:
         no_template_reason = str(error)
     code, is_fatal = ("SF747", False) if run.on_bad_row == "skip" else ("SF743", True)
     images: list[int] = []
-    too_long: list[str] = []
+    too_long: dict[str, int] = {}
     try:
         for source in sources:
             for place, folder_of_file, conversation in _read_first_rows(source):
@@ -72,7 +72,8 @@ def _check_first_rows(loaded: LoadedConfig) -> Result:
                     text = _render(template, side, place)
                     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
                     check_vocabulary(max(ids, default=0), config.get_text_config().vocab_size, place)
-                    too_long += [f"{place} has {len(ids)} tokens"] if len(ids) > run.max_length else []
+                    if len(ids) > run.max_length:
+                        too_long.setdefault(place, len(ids))
     except BadRow as error:
         fix = (
             "Correct the row, name its columns with `columns`, or give another chat_template. `surefoot data` lists "
@@ -83,7 +84,10 @@ def _check_first_rows(loaded: LoadedConfig) -> Result:
         return fail("SF743", str(error), is_fatal=True, where=where)
     if too_long and run.truncation == "error":
         fix = "Raise max_length, or set truncation: drop, left or right."
-        text = f"{len(too_long)} of {len(images)} are longer than max_length={run.max_length}: {too_long[0]}"
+        place, length = next(iter(too_long.items()))
+        text = (
+            f"{len(too_long)} of {len(images)} are longer than max_length={run.max_length}: {place} has {length} tokens"
+        )
         return fail("SF743", text, is_fatal=True, fix=fix, where=where)
     if not images:
         raise NotApplicable("the run reads no row from the beginning of a file")

@@ -64,6 +64,10 @@ class PairLoss:
             total = total + weight * LOSSES[loss](self, pairs)
         return total
 
+    def compared(self, pairs: Pairs) -> Tensor:
+        """Return what the loss compares, which times beta is the reward of each answer. Shapes: [P, 2]."""
+        return pairs.logps / pairs.num_tokens if "simpo" in self.weights else pairs.ratios
+
     def sigmoid(self, pairs: Pairs) -> Tensor:
         """-log sigma(beta delta) (DPO, arXiv:2305.18290, eq. 7)."""
         return -F.logsigmoid(self.beta * pairs.delta)

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from surefoot.config import RunConfig
 from surefoot.data.collate import MicroBatch
@@ -49,6 +50,7 @@ class DpoObjective(Objective):
         self._ld_alpha = config.ld_alpha
         self._sft_weight = config.sft_weight
         self._logprobs = TokenLogprobs(built.model, is_drawn=False)
+        _turn_off_dropout(built.model)
         self._chosen_tokens: Tensor | None = None
         """Trained tokens of the chosen answers of the global batch; None unless `sft_weight` needs them."""
         self._sums: list[Tensor] = []
@@ -78,7 +80,7 @@ class DpoObjective(Objective):
         """Compute the reference's likelihoods of all pairs of the step, in forwards without graph."""
         self._sums, self._counts = [], None
         if self._sft_weight:
-            local = [_is_chosen(batch).sum() * (not batch.is_dummy) for batch in batches]
+            local = [_weights_of_chosen(batch).sum() * (not batch.is_dummy) for batch in batches]
             self._chosen_tokens = sum_over_ranks(torch.stack(local).sum(), self._ranks)
         return [self._add_reference(batch) for batch in batches]
 
@@ -125,10 +127,11 @@ class DpoObjective(Objective):
             reference = torch.zeros_like(logps)
         pairs = Pairs(logps, reference, _sum_pairs(torch.ones_like(logprobs), batch))
         losses = self._loss(pairs)
-        nll = -torch.where(_is_chosen(batch), logprobs, torch.zeros_like(logprobs)).sum()
-        chosen, rejected = (self._loss.beta * pairs.ratios.detach()).unbind(1)
+        weights = _weights_of_chosen(batch)
+        nll = -(logprobs * weights).sum()
+        chosen, rejected = (self._loss.beta * self._loss.compared(pairs).detach()).unbind(1)
         columns = [
-            losses.detach(), nll.detach(), pairs.num_tokens[:, 0], chosen, rejected, chosen - rejected,
+            losses.detach(), nll.detach(), weights, chosen, rejected, chosen - rejected,
             chosen > rejected, *logps.detach().unbind(1), torch.ones_like(chosen),
         ]  # fmt: skip
         return losses, nll, torch.stack([column.double().sum() for column in columns])
@@ -191,9 +194,19 @@ def _is_beyond_shorter(batch: MicroBatch) -> Tensor:
     return index >= counts.amin(1)[batch.answer_of // 2]
 
 
-def _is_chosen(batch: MicroBatch) -> Tensor:
-    """Return whether each token is of a chosen answer. Shapes: bool [N]."""
-    return batch.answer_of % 2 == 0
+def _weights_of_chosen(batch: MicroBatch) -> Tensor:
+    """Return the weight of each token in the likelihood of the chosen answers. Shapes: float32 [N]."""
+    is_chosen = (batch.answer_of % 2 == 0).float()
+    return is_chosen if batch.weights is None else is_chosen * batch.weights
+
+
+def _turn_off_dropout(model: PreTrainedModel) -> None:
+    """Turn off the dropout that config.json asks for: the reference is computed without, as another model then."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
 
 
 class Dpo(RowMethod):

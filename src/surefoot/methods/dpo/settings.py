@@ -81,6 +81,7 @@ class DpoConfig(RunConfig):
             )
         unavailable = {
             "train_on": self.train_on != "assistant",
+            "lora_dropout": self.lora_dropout > 0 and self.tuning == "lora",
             "router_aux_loss_coef": self.router_aux_loss_coef > 0,
             "compile": self.compile,
         }
