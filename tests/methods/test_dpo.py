@@ -85,7 +85,7 @@ def test_packing_and_micro_batches_do_not_change_the_numbers(
     assert found["one"] == [pytest.approx(pair, rel=1e-4) for pair in found["packed"]]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_loss_is_that_of_the_definition(dpo: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> None:
     """With transformers and PEFT: an adapter, and the model without it as the reference."""
     result = surefoot.train({**dpo, "eval_dataset": dpo["dataset"], "beta": 0.3}, screen=False)
@@ -136,7 +136,7 @@ def test_ranks_compute_what_one_does(dpo: dict[str, Any], tmp_path: Path, topolo
             assert line[name] == pytest.approx(same[name], rel=1e-3, abs=1e-5), name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_resumed_run_is_the_uninterrupted_one(dpo: dict[str, Any], tmp_path: Path) -> None:
     whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
     surefoot.train({**dpo, "output_dir": whole}, screen=False)

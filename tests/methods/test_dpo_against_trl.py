@@ -90,7 +90,9 @@ def built(model_folder: Callable[[str], Path]) -> Iterator[BuiltModel]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("shares_questions", [True, False], ids=["shared", "apart"])
+@pytest.mark.parametrize(
+    "shares_questions", [True, pytest.param(False, marks=pytest.mark.matrix)], ids=["shared", "apart"]
+)
 @pytest.mark.parametrize(
     ("losses", "changes"),
     [

@@ -137,6 +137,7 @@ def test_a_pack_has_the_loss_and_the_gradients_of_its_rows_alone_in_transformers
     assert vision_names(ours) & found.keys()
 
 
+@pytest.mark.long
 def test_a_decoder_of_a_family_with_fewer_attention_functions_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

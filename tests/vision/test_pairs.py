@@ -15,7 +15,7 @@ from tests.support.runs import numbers
 from tests.support.vision import opened, picture_rows
 from tests.support.vision_families import FAMILIES, write_family
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 def pair_of(row: dict[str, Any], later: str | None) -> dict[str, Any]:

@@ -263,9 +263,9 @@ class Dataset:
             ids = np.array(shard.ids[begin + first : begin + last])
             return Sample(ids, weights[first:last], place, shard.images(sample))
         parts = shard.parts[sample : sample + 1]
-        kept = self.options.keep_of_pairs(parts)
-        indices = select_tokens(parts, kept, 0)
-        question, chosen, rejected = kept.tokens[0].tolist()
+        trim = self.options.trim_pairs(parts)
+        indices = select_tokens(parts, trim, 0)
+        question, chosen, rejected = trim.tokens[0].tolist()
         ids, sizes = shard.ids[begin + indices], (question, chosen, rejected)
         return Sample(ids, weights[indices], place, shard.images(sample), sizes)
 

@@ -19,7 +19,7 @@ QUESTION, CHOSEN, REJECTED = range(3)
 """Parts of a pair, in their order."""
 
 
-class Kept(NamedTuple):
+class PairTrim(NamedTuple):
     """The tokens that are kept of each pair. Shapes: S pairs."""
 
     skipped: NDArray[np.int64]
@@ -87,7 +87,7 @@ def join_pair(chosen: Rendered, rejected: Rendered, image_token: int | None) -> 
     )
 
 
-def keep_within(parts: NDArray[np.int32], max_length: int, *, cuts_question: bool) -> Kept:
+def trim_within(parts: NDArray[np.int32], max_length: int, *, cuts_question: bool) -> PairTrim:
     """Return what is kept of each pair so that no sequence is longer than `max_length`. Shapes: parts [S, 3].
 
     `cuts_question`: cut tokens off the beginning of the question, else off the end of each answer.
@@ -95,16 +95,16 @@ def keep_within(parts: NDArray[np.int32], max_length: int, *, cuts_question: boo
     tokens = parts.astype(np.int64)
     question, answers = tokens[:, QUESTION], tokens[:, CHOSEN:]
     if not cuts_question:
-        kept = np.minimum(question, max_length)
-        answers = np.minimum(answers, (max_length - kept)[:, None])
-        return Kept(np.zeros_like(question), np.column_stack([kept, answers]))
+        question = np.minimum(question, max_length)
+        answers = np.minimum(answers, (max_length - question)[:, None])
+        return PairTrim(np.zeros_like(question), np.column_stack([question, answers]))
     skipped = np.minimum(np.maximum(question + answers.max(1) - max_length, 0), question)
-    return Kept(skipped, np.column_stack([question - skipped, np.minimum(answers, max_length)]))
+    return PairTrim(skipped, np.column_stack([question - skipped, np.minimum(answers, max_length)]))
 
 
-def select_tokens(parts: NDArray[np.int32], kept: Kept, sample: int) -> NDArray[np.int64]:
+def select_tokens(parts: NDArray[np.int32], trim: PairTrim, sample: int) -> NDArray[np.int64]:
     """Return the indices of the tokens that are kept of a pair, among all of its tokens. Shapes: parts [S, 3]."""
     begins = np.cumsum([0, *parts[sample, :-1]])
-    begins[QUESTION] += kept.skipped[sample]
-    ranges = zip(begins, kept.tokens[sample], strict=True)
+    begins[QUESTION] += trim.skipped[sample]
+    ranges = zip(begins, trim.tokens[sample], strict=True)
     return np.concatenate([np.arange(begin, begin + count) for begin, count in ranges])

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from surefoot.data.pairs import CHOSEN, QUESTION, REJECTED, Kept, keep_within, select_tokens
+from surefoot.data.pairs import CHOSEN, QUESTION, REJECTED, PairTrim, select_tokens, trim_within
 from surefoot.data.shard import Shard
 
 Truncation = Literal["error", "drop", "left", "right"]
@@ -53,9 +53,9 @@ class SampleOptions:
             return f"The model has positions for {self.largest_limit} tokens, so"
         return f"Set {self.limit_name}: {self.largest_limit}, which is all that the model has positions for, and"
 
-    def keep_of_pairs(self, parts: NDArray[np.int32]) -> Kept:
+    def trim_pairs(self, parts: NDArray[np.int32]) -> PairTrim:
         """Return which tokens are kept of pairs. Shapes: parts [S, 3], see `Shard`."""
-        return keep_within(parts, self.max_length, cuts_question=self.truncation == "left")
+        return trim_within(parts, self.max_length, cuts_question=self.truncation == "left")
 
     def kept_range(self, length: int) -> tuple[int, int]:
         """Return the range of a sample's tokens that is kept."""
@@ -150,21 +150,21 @@ def _measure_pairs(
     shard: Shard, parts: NDArray[np.int32], options: SampleOptions
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
     """Return the same of pairs. Nothing counts as trained if nothing of one answer is, or if what is left is equal."""
-    kept = options.keep_of_pairs(parts)
+    trim = options.trim_pairs(parts)
     trained = np.zeros(len(shard), np.int64)
     loses_trained = np.zeros(len(shard), np.bool_)
     for sample in range(len(shard)):
         weights = token_weights(shard, sample, options)
-        indices = select_tokens(parts, kept, sample)
-        ends = np.cumsum(kept.tokens[sample])
+        indices = select_tokens(parts, trim, sample)
+        ends = np.cumsum(trim.tokens[sample])
         chosen, rejected = (indices[ends[part - 1] : ends[part]] for part in (CHOSEN, REJECTED))
         counts = [int(np.count_nonzero(weights[answer])) for answer in (chosen, rejected)]
         first = int(shard.offsets[sample])
-        if all(counts) and kept.tokens[sample, QUESTION]:
+        if all(counts) and trim.tokens[sample, QUESTION]:
             is_equal = np.array_equal(shard.ids[first + chosen], shard.ids[first + rejected])
             trained[sample] = 0 if is_equal else sum(counts)
         loses_trained[sample] = trained[sample] < np.count_nonzero(weights)
-    return kept.sequence_tokens, trained, loses_trained
+    return trim.sequence_tokens, trained, loses_trained
 
 
 def token_weights(shard: Shard, sample: int, options: SampleOptions) -> NDArray[np.float32]:

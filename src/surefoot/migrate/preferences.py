@@ -88,10 +88,10 @@ def _map_losses(run: ParsedRun, name: str, value: Any) -> dict[str, Any]:
     for loss in losses:
         if loss not in (*LOSS_TYPES, SFT_LOSS):
             raise run.make_value_error(name, value, f"losses of method dpo: {', '.join(LOSS_TYPES)}")
-    given = next((run.settings[weights] for weights in LOSS_WEIGHTS if weights in run.settings), None)
-    weights = [1.0] * len(losses) if given is None else [parse_number(item) for item in as_list(given)]
+    written = next((run.settings[weights] for weights in LOSS_WEIGHTS if weights in run.settings), None)
+    weights = [1.0] * len(losses) if written is None else [parse_number(item) for item in as_list(written)]
     if len(weights) != len(losses):
-        raise run.make_value_error("loss_weights", given, f"a number for each of the {len(losses)} losses")
+        raise run.make_value_error("loss_weights", written, f"a number for each of the {len(losses)} losses")
     settings: dict[str, Any] = {}
     if SFT_LOSS in losses:
         settings["sft_weight"] = weights.pop(losses.index(SFT_LOSS))

@@ -55,7 +55,11 @@ def _check_first_rows(loaded: LoadedConfig) -> Result:
     try:
         tokenizer = load_run_tokenizer(run, folder)
         template = open_template(run, tokenizer)
-    except (SurefootError, NotApplicable) as error:
+    except NotApplicable as error:
+        no_template_reason = str(error)
+    except SurefootError as error:
+        if run.chat_template is not None:  # the file is the run's own
+            return fail("SF743", str(error), is_fatal=True, where=loaded.where("chat_template"))
         no_template_reason = str(error)
     code, is_fatal = ("SF747", False) if run.on_bad_row == "skip" else ("SF743", True)
     images: list[int] = []
