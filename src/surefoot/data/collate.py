@@ -174,9 +174,7 @@ def _split_pair(
             yield _Sequence(whole, np.concatenate([weights[0], weights[part]]), positions, sample.place, all_images)
 
 
-def _positions_of(
-    ids: NDArray[np.int32], reader: PixelReader | None, place: str, images: tuple[Image, ...] = ()
-) -> Tensor:
+def _positions_of(ids: NDArray[np.int32], reader: PixelReader | None, place: str, images: tuple[Image, ...]) -> Tensor:
     """Return the positions of a sequence's tokens; see `MicroBatch.position_ids`."""
     return torch.arange(len(ids)) if reader is None else reader.positions(ids, images, place)
 

@@ -1,6 +1,7 @@
 """Row formats of preference data: a question with a chosen and a rejected answer, as peers write them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
@@ -27,8 +28,8 @@ def read_preference(reader: MessageReader, columns: Columns) -> Conversation:
         _check_question(reader, columns, context, whole)
         return build_pair((*_system_of(reader, columns, context), *context), chosen, rejected, tools)
     if len(names) != 1:
-        found = f"{', '.join(names)} are there" if names else f"none of {', '.join(QUESTIONS)} is there"
-        raise BadRow(f"chosen and rejected need one column with the question, and {found}. Name it with `columns`")
+        reason = f"{', '.join(names)} are there" if names else f"none of {', '.join(QUESTIONS)} is there"
+        raise BadRow(f"chosen and rejected need one column with the question, and {reason}. Name it with `columns`")
     (name,) = names
     question = parsed(columns[name], name) if name in ("messages", "conversations") else columns[name]
     if (
@@ -98,7 +99,7 @@ def build_pair(
     sides = [
         Conversation((*context, *answer), kind, tools, first_trained=len(context)) for answer in (chosen, rejected)
     ]
-    return Conversation(**{**vars(sides[0]), "rejected": sides[1]})
+    return replace(sides[0], rejected=sides[1])
 
 
 def _read_answer(reader: MessageReader, value: Any, name: str, questions: Sequence[str]) -> Messages:
