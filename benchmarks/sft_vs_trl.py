@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,15 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-def trl(peer: Path, data: Path, model: Path, targets: str, steps: int, adapter: Path | None = None) -> dict[str, Any]:
+def trl(
+    peer: Path,
+    data: Path,
+    model: Path,
+    targets: str,
+    steps: int,
+    adapter: Path | None = None,
+    options: Sequence[str] = (),
+) -> dict[str, Any]:
     first = [str(HERE / "trl_from_adapter.py"), str(adapter)] if adapter else []
     arguments = [
         "--model",
@@ -57,6 +65,7 @@ def trl(peer: Path, data: Path, model: Path, targets: str, steps: int, adapter: 
         "--steps",
         str(steps),
         "--no-shuffle",
+        *options,
     ]
     result: dict[str, Any] = json.loads(run(*first, str(peer), *arguments).splitlines()[-1])
     return result

@@ -19,9 +19,10 @@ def open_dataset(
 ) -> Dataset:
     """A dataset that is found, not prepared."""
     items = paths if isinstance(paths, list) else [DatasetItem(path=str(paths))]
-    keep_columns, prompts = reading.pop("keep_columns", False), reading.pop("prompts", False)
+    keep_columns = reading.pop("keep_columns", False)
+    kinds = {kind: reading.pop(kind, False) for kind in ("prompts", "pairs", "labels")}
     return Dataset(
-        [replace(source, spec=replace(source.spec, prompts=prompts)) for source in find_sources(items)],
+        [replace(source, spec=replace(source.spec, **kinds)) for source in find_sources(items)],
         RendererSource.of(tokenizer, {}, parse_special_tokens=False),
         replace(SampleOptions(max_length=256, truncation="error"), **reading),
         prepare=PrepareOptions(num_workers),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from surefoot.data.collate import all_batches, collate
+from surefoot.data.collate import collate, unpacked_batches
 from surefoot.data.dataset import Sample
 from tests.data.opening import prepared
 from tests.support.data import counting_rows, write_jsonl
@@ -38,9 +38,9 @@ def test_weights_travel_with_their_tokens() -> None:
     assert batch.trained_weight == pytest.approx(2.5)
 
 
-def test_all_batches_are_the_file_in_order(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_unpacked_batches_are_the_file_in_order(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     dataset = prepared(write_jsonl(tmp_path / "a.jsonl", counting_rows(7)), tokenizer)
-    assert [batch.row_refs for batch in all_batches(dataset, 3)] == [
+    assert [batch.row_refs for batch in unpacked_batches(dataset.sample_keys(), dataset, 3)] == [
         ("a.jsonl:1", "a.jsonl:2", "a.jsonl:3"),
         ("a.jsonl:4", "a.jsonl:5", "a.jsonl:6"),
         ("a.jsonl:7",),

@@ -15,7 +15,7 @@ ANSWERED = [*ASKED, {"role": "assistant", "content": "2"}]
 
 def conversation(row: dict[str, Any]) -> Any:
     spec = FormatSpec(prompts=True)
-    return Reader(spec, detect(row, prompts=True), keep_columns=True).read(row)
+    return Reader(spec, detect(row, spec), keep_columns=True).read(row)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,24 @@ def test_rewards_are_compared_within_their_group() -> None:
     assert advantages(groups, "batch")[1] == pytest.approx([x / (sqrt(19.875 / 7) + E) for x in (-1, 1, -1, 1)])
 
 
+def test_a_reward_may_be_compared_with_the_others_of_its_group() -> None:
+    """TRL's RLOO: the baseline of 1 is the mean of 0, 0 and 0.5."""
+    ((first, *_, last),) = advantages([[1.0, 0.0, 0.0, 0.5]], "none", "rloo")
+    assert (first, last) == (pytest.approx(1 - 0.5 / 3), pytest.approx(0.5 - 1 / 3))
+    ((first, _, last),) = advantages([[1.0, nan, 0.0]], "none", "rloo")
+    assert (first, last) == (1.0, -1.0)
+    assert advantages([[nan, 3.0]], "none", "rloo")[0][1] == 0.0
+
+
+def test_the_deviation_may_be_that_of_the_differences_of_all_groups() -> None:
+    """The means of the groups, 0.5 and 10, do not count: the differences are +-0.5 and +-1."""
+    groups = [[1.0, 0.0], [9.0, 11.0]]
+    deviation = sqrt((2 * 0.25 + 2 * 1) / 3) + E
+    found = advantages(groups, "batch", "reinforce_plus_plus")
+    assert found == [pytest.approx([0.5 / deviation, -0.5 / deviation]), pytest.approx([-1 / deviation, 1 / deviation])]
+    assert advantages(groups, "group", "reinforce_plus_plus") == advantages(groups, "group")
+
+
 def test_a_masked_completion_does_not_count_in_its_group() -> None:
     ((first, masked, last),) = advantages([[1.0, nan, 0.0]], "none")
     assert (first, last) == (0.5, -0.5)

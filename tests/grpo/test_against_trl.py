@@ -4,7 +4,7 @@ import math
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -26,7 +26,13 @@ TEMPERATURE = 0.7
 TOLERANCE = 1e-5
 LEFT_OUT = 2
 """The completion that is masked, as TRL masks those without an end."""
-LOSSES = {"grpo": "grpo", "dapo": "dapo", "dr_grpo": "dr_grpo", "bnpo": "bnpo", "gspo": "grpo", "cispo": "cispo"}
+CLIPS: dict[str, dict[str, float]] = {
+    "cispo": {"epsilon_high": 1.5},
+    "sapo": {"sapo_temperature_pos": 1.5, "sapo_temperature_neg": 2.5},
+}
+LOSSES = {
+    loss: "grpo" if loss == "gspo" else loss for loss in get_args(GrpoConfig.model_fields["loss_type"].annotation)
+}
 """Ours -> TRL's, which has GSPO as ratios of sequences."""
 
 
@@ -99,7 +105,7 @@ def test_the_gradient_is_that_of_trl(
         model="x", dataset=[{"path": "x"}], output_dir="x", method="grpo", tuning="full", loss_type=loss_type,
         temperature=TEMPERATURE, beta=0.1, importance_correction=correction, importance_cap=1.2,
         importance_floor=floor,
-        epsilon=0.2, epsilon_high=1.5 if loss_type == "cispo" else 0.3, max_completion_length=MAX_LENGTH,
+        max_completion_length=MAX_LENGTH, **CLIPS.get(loss_type, {"epsilon": 0.2, "epsilon_high": 0.3}),
     )  # fmt: skip
     built = build_model(model_folder("llama"), lora=None, device=torch.device("cpu"), dtype=torch.float32)
     objective = GrpoObjective(built, config)
@@ -124,7 +130,8 @@ def test_the_gradient_is_that_of_trl(
     trainer.model.zero_grad()
     trainer.loss_type = LOSSES[loss_type]
     trainer.importance_sampling_level = "sequence" if loss_type == "gspo" else "token"
-    trainer.epsilon_low, trainer.epsilon_high = config.epsilon, config.epsilon_high
+    trainer.epsilon_low, trainer.epsilon_high = config.epsilon or 0.2, config.epsilon_high or 0.3
+    trainer.args.sapo_temperature_pos, trainer.args.sapo_temperature_neg = 1.5, 2.5
     trainer.use_vllm, trainer.vllm_importance_sampling_correction = correction != "none", True
     mask = padded([[int(number != LEFT_OUT)] * len(one.ids) for number, one in enumerate(rows)], 0)
     old = padded([one.old_logprobs or [] for one in rows], 0.0)

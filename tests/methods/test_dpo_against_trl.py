@@ -17,9 +17,10 @@ from trl.experimental.cpo import CPOTrainer
 from surefoot.data.collate import collate
 from surefoot.data.dataset import Sample
 from surefoot.methods.base import BatchTotals
-from surefoot.methods.dpo.loss import PairLoss, Pairs
-from surefoot.methods.dpo.method import DpoObjective, PairBatch
+from surefoot.methods.dpo.loss import Pairs, pair_losses
+from surefoot.methods.dpo.method import DpoObjective
 from surefoot.methods.dpo.settings import LOSS_TYPES, REFERENCE_FREE, DpoConfig
+from surefoot.methods.preference import with_reference
 from surefoot.models.build import BuiltModel, build_model
 
 TOLERANCE = 1e-5
@@ -70,13 +71,14 @@ def trainer(model_folder: Callable[[str], Path], tokenizer: Any, tmp_path_factor
 def step(objective: DpoObjective, reference: Tensor, *, shares_questions: bool) -> Tensor:
     """Return the loss of the three pairs in two forwards, with its gradients in the model."""
     pairs = make_pairs()
-    batches = [collate(part, shares_questions=shares_questions) for part in (pairs[:2], pairs[2:])]
-    objective._needs_reference = False  # it is given
-    ready = objective.begin_step(batches)
+    batches = [
+        with_reference(collate(part, shares_questions=shares_questions), logps)
+        for part, logps in ((pairs[:2], reference[:2]), (pairs[2:], reference[2:]))
+    ]
     totals = BatchTotals(0, sum(batch.num_trained for batch in batches), 0.0, 6)
     total = torch.zeros(())
-    for batch, part in zip(ready, (reference[:2], reference[2:]), strict=True):
-        loss = objective.loss(PairBatch(**{**vars(batch), "reference_logps": part}), totals).total
+    for batch in objective.begin_step(batches):
+        loss = objective.loss(batch, totals).total
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
     objective.end_step()
@@ -117,7 +119,7 @@ def test_loss_and_gradient_are_those_of_trl(
     trainer.beta, trainer.label_smoothing, trainer.ld_alpha = 0.3, smoothing, changes.get("ld_alpha")
     has_sft = "sft_weight" in changes
     trainer.loss_types = [*losses, "sft"] if has_sft else losses
-    weights = config.weights_of_losses
+    weights = list(config.loss_settings.weights.values())
     trainer.loss_weights = [*weights, changes["sft_weight"]] if has_sft else weights
     rows: list[list[int]] = []
     masks: list[list[int]] = []
@@ -157,7 +159,7 @@ def test_losses_without_a_reference_are_those_of_trl(loss: str) -> None:
     generator = torch.Generator().manual_seed(5)
     logps = -20 - 15 * torch.rand(5, 2, generator=generator)
     counts = torch.randint(3, 20, (5, 2), generator=generator).float()
-    ours = PairLoss.of(config)(Pairs(logps, torch.zeros_like(logps), counts))
+    ours = pair_losses(Pairs(logps, torch.zeros_like(logps), counts), config.loss_settings)
     values = logps / counts if loss == "simpo" else logps
     theirs = SimpleNamespace(
         beta=2.0, simpo_gamma=0.7, label_smoothing=0.0, alpha=0.0, accelerator=SimpleNamespace(device="cpu"),

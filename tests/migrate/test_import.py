@@ -253,8 +253,8 @@ def test_what_is_not_carried_is_told_beside_the_file(tmp_path: Path, capsys: pyt
     assert any(line.startswith("not carried: neftune_noise_alpha") for line in told)
     assert "not known: modle = x" in told
     target.unlink()
-    assert cli.main(["import", "--to", str(target), "--", "swift", "rlhf", "--rlhf_type", "kto", *words[:4]]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: method: kto is not available")
+    assert cli.main(["import", "--to", str(target), "--", "swift", "rlhf", "--rlhf_type", "ppo", *words[:4]]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: method: ppo is not available")
 
 
 def test_towers_of_other_programs_are_adapted_or_trained(tmp_path: Path) -> None:
@@ -328,7 +328,7 @@ def test_a_constant_schedule_of_transformers_has_no_warm_up(tmp_path: Path) -> N
         ("swift sft --model m --dataset d --freeze_aligner false", {}, "freeze_aligner = False"),
         ("swift sft --model m --dataset d --freeze_aligner true", {}, None),
         ("swift rlhf --model m --dataset d", {"method": "dpo"}, None),
-        ("swift rlhf --rlhf_type kto --model m --dataset d", {"method": "kto"}, "method = kto"),
+        ("swift rlhf --rlhf_type ppo --model m --dataset d", {"method": "ppo"}, "method = ppo"),
         ("trl sft --model_name_or_path m --dataset_name d --max_length null",
          {"max_length": None, "truncation": "error"}, "max_length = None"),
         ("swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs accuracy --max_length 900",
@@ -469,6 +469,11 @@ def test_a_constant_schedule_of_transformers_has_no_warm_up(tmp_path: Path) -> N
         (f"{SWIFT_GRPO} --loss_type grpo --importance_sampling_level token", {"loss_type": "grpo"}, None),
         (f"{SWIFT_GRPO} --loss_type bnpo --importance_sampling_level sequence", {"loss_type": "bnpo"},
          "importance_sampling_level = sequence"),
+        (f"{SWIFT_GRPO} --advantage_estimator rloo --beta 0", {"advantage_estimator": "rloo", "beta": 0}, None),
+        (f"{SWIFT_GRPO} --advantage_estimator reinforce_plus_plus --kl_in_reward false",
+         {"advantage_estimator": "reinforce_plus_plus", "beta": 0.04}, None),
+        (f"{SWIFT_GRPO} --loss_type sapo --sapo_temperature_neg 1.2", {"loss_type": "sapo",
+         "sapo_temperature_neg": 1.2}, None),
         (f"{SWIFT_GRPO} --soft_cache_length 19", {"soft_overlong_length": None}, None),
         ("swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs accuracy soft_overlong --soft_cache_length "
          "19", {"soft_overlong_length": 19}, None),
@@ -784,3 +789,9 @@ def test_a_server_that_is_named_by_its_address_is_to_be_vllms_own() -> None:
     assert get_values(run)["vllm_server"] == "http://h:8000"
     assert "`vllm serve`" in run.left_out["the server at http://h:8000"]
     assert not any(one.startswith("vllm_mode") for one in run.left_out)
+
+
+@pytest.mark.parametrize("options", ["--advantage_estimator rloo", "--kl_in_reward true --beta 0.1"])
+def test_a_divergence_in_the_reward_is_not_that_of_the_loss(options: str) -> None:
+    with pytest.raises(ConfigError, match="the divergence is part of the loss here"):
+        import_command(f"{SWIFT_GRPO} {options}")

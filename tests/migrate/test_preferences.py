@@ -63,8 +63,8 @@ def test_files_carry_their_loss(tmp_path: Path, text: str, expected: dict[str, A
         ("--label_smoothing 0.1", "label_smoothing='0.1'.*robust and exo_pair"),
         ("--f_divergence_type js_divergence", "f_divergence_type='js_divergence'.*reverse_kl"),
         ("--use_weighting true", "pairs are not weighted"),
-        ("--sync_ref_model true", "the reference is the model without its adapter"),
-        ("--ref_model_name_or_path other", "ref_model_name_or_path='other'.*without its adapter"),
+        ("--sync_ref_model true", "the reference stays the model that training begins with"),
+        ("--ref_model_name_or_path other", "ref_model_name_or_path='other'.*training begins with"),
     ],
 )
 def test_what_would_learn_something_else_is_refused(options: str, message: str) -> None:
@@ -72,13 +72,13 @@ def test_what_would_learn_something_else_is_refused(options: str, message: str) 
         import_command(f"{TRL} {options}")
 
 
-@pytest.mark.parametrize("words", [f"{SWIFT} --adapters out/checkpoint-3", f"{TRL} --lora_target_modules q_proj"])
-def test_an_adapter_to_start_from_is_never_left_out(words: str) -> None:
-    if "--adapters" in words:
-        with pytest.raises(ConfigError, match="init_adapter: the reference is the model without any adapter"):
-            import_command(words)
-    else:
-        assert get_values(import_command(words))["method"] == "dpo"
+@pytest.mark.parametrize("options", ["--adapters a", "--adapters a --ref_adapters b", "--ref_adapters a"])
+def test_an_adapter_to_start_from_is_the_reference_or_refused(options: str) -> None:
+    """Peers compare with the model without any adapter, unless another setting names the same one."""
+    with pytest.raises(ConfigError, match="the same adapter to start from and as the reference"):
+        import_command(f"{SWIFT} {options}")
+    assert get_values(import_command(f"{SWIFT} --adapters a --ref_adapters a"))["init_adapter"] == "a"
+    assert get_values(import_command(f"{SWIFT} --loss_type simpo --adapters a"))["init_adapter"] == "a"
 
 
 def test_a_file_whose_method_is_guessed_says_so(tmp_path: Path) -> None:
@@ -87,11 +87,46 @@ def test_a_file_whose_method_is_guessed_says_so(tmp_path: Path) -> None:
     assert "the file does not name its method" in run.left_out["method = dpo"]
 
 
-def test_full_fine_tuning_has_no_reference() -> None:
-    with pytest.raises(ConfigError, match=r"tuning=full: the reference is the model without its adapter"):
-        import_command(TRL.replace(" --use_peft", ""))
-    values = get_values(import_command(f"{TRL.replace(' --use_peft', '')} --loss_type simpo"))
-    assert (values["tuning"], values["loss_type"]) == ("full", "simpo")
+def test_full_fine_tuning_is_carried() -> None:
+    assert get_values(import_command(TRL.replace(" --use_peft", "")))["tuning"] == "full"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("trl kto --model_name_or_path m --dataset_name d --output_dir o --use_peft --undesirable_weight 0.5",
+         {"method": "kto", "undesirable_weight": 0.5, "learning_rate": 1e-6}),
+        (f"{SWIFT.replace('dpo', 'kto')} --beta 0.2 --loss_type apo_zero_unpaired",
+         {"method": "kto", "beta": 0.2, "loss_type": "apo_zero_unpaired"}),
+        (f"{SWIFT.replace('dpo', 'orpo')} --beta 0.2", {"method": "orpo", "beta": 0.2, "train_on": "all"}),
+    ],
+)  # fmt: skip
+def test_commands_of_other_methods_carry_their_loss(words: str, expected: dict[str, Any]) -> None:
+    values = get_values(import_command(words))
+    assert {name: values.get(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"{LLAMAFACTORY.replace('dpo', 'kto')}kto_chosen_weight: 1.5\npref_beta: 0.3\npref_loss: sigmoid\n",
+         {"method": "kto", "desirable_weight": 1.5, "beta": 0.3, "loss_type": None}),
+        (f"{LLAMAFACTORY}pref_loss: orpo\npref_beta: 0.3\n", {"method": "orpo", "beta": 0.3, "train_on": None}),
+        (f"{AXOLOTL}rl: kto\nkto_undesirable_weight: 0.2\nrl_beta: 0.4\n",
+         {"method": "kto", "undesirable_weight": 0.2, "beta": 0.4}),
+        (f"{AXOLOTL}rl: orpo\norpo_alpha: 0.2\n", {"method": "orpo", "beta": 0.2, "train_on": "all"}),
+    ],
+)  # fmt: skip
+def test_files_of_other_methods_carry_their_loss(tmp_path: Path, text: str, expected: dict[str, Any]) -> None:
+    values = get_values(import_file(tmp_path / "run.yaml", text))
+    assert {name: values.get(name) for name in expected} == expected
+
+
+def test_losses_of_pairs_are_not_those_of_labels(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="losses of method kto: kto, apo_zero_unpaired"):
+        import_command(f"{SWIFT.replace('dpo', 'kto')} --loss_type ipo")
+    with pytest.raises(ConfigError, match="method kto adds no such loss"):
+        import_file(tmp_path / "run.yaml", f"{LLAMAFACTORY.replace('dpo', 'kto')}pref_ftx: 0.2\n")
 
 
 def test_limits_of_one_part_of_a_pair_are_named() -> None:

@@ -20,6 +20,8 @@ BUILT_IN = {
     "sft": "surefoot.methods.sft.settings:SftConfig",
     "grpo": "surefoot.methods.grpo.settings:GrpoConfig",
     "dpo": "surefoot.methods.dpo.settings:DpoConfig",
+    "kto": "surefoot.methods.kto.settings:KtoConfig",
+    "orpo": "surefoot.methods.orpo.settings:OrpoConfig",
 }
 ENTRY_POINTS = "surefoot.methods"
 

@@ -65,6 +65,8 @@ class RowKind:
     """Whether the row ends where the model's answer begins; else it contains the answer."""
     is_pair: bool = False
     """Whether the row has two answers to the same question, of which the first is preferred."""
+    is_labelled: bool = False
+    """Whether the row has one answer, and a label that says whether it is desired."""
     keeps_columns: bool = False
     """Whether the method reads other columns of the row."""
 
@@ -74,6 +76,7 @@ LABELLED = RowKind(keeps_columns=True)
 """Conversation with the row's other columns, for the loss; those that the format uses are not kept."""
 PROMPT = RowKind(is_prompt=True, keeps_columns=True)
 PAIR = RowKind(is_pair=True)
+LABELLED_ANSWER = RowKind(is_labelled=True)
 
 
 class Contradiction:
@@ -149,7 +152,7 @@ class RunConfig(BaseModel):
     """The run folder: checkpoints, metrics, the adapter or model, and the resolved config go there."""
     method: str = "sft"
     """What to optimise. `sft`: the likelihood of the assistant's turns. `grpo`: rewards of the model's own answers.
-    `dpo`: the preference for the better of two answers."""
+    `dpo`, `orpo`: the preference for the better of two answers. `kto`: for desired answers over others."""
     dataset_dir: str | None = None
     """Folder with a `dataset_info.json` of LLaMA-Factory; `dataset` then names its entries (`a` or `a,b`)."""
     dataset_format: DatasetFormat = "auto"
@@ -415,6 +418,17 @@ class RunConfig(BaseModel):
     def is_over(self, step: int, epoch: float) -> bool:
         """Return whether no step remains after `step` steps and `epoch` passes over the data."""
         return self.share_done(step, epoch) >= 1.0 - EPSILON
+
+    @property
+    def trains_routers(self) -> bool:
+        """Whether LoRA trains the routers, in full, beside its adapters."""
+        targets = [self.target_modules] if isinstance(self.target_modules, str) else self.target_modules
+        return self.tuning == "lora" and "router" in targets
+
+    @property
+    def starts_from_base(self) -> bool:
+        """Whether training begins with the model without its adapter, which stays as it is."""
+        return self.tuning == "lora" and not self.trains_routers and self.init_adapter is None
 
     @property
     def run_folder(self) -> Path:

@@ -1,6 +1,6 @@
 """Collation: packs samples end to end into batches of tensors."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from typing import Any, NamedTuple
@@ -10,11 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from surefoot.data.dataset import Dataset, Sample
+from surefoot.data.dataset import Dataset, Sample, SampleKey
 from surefoot.data.image_processor import PixelReader, Vision
 from surefoot.data.images import Image
 from surefoot.data.pairs import CHOSEN, REJECTED, take_images
-from surefoot.data.sampler import SampleKey
 from surefoot.system.pinned_copy import send
 
 
@@ -25,7 +24,8 @@ class MicroBatch:
     Shapes: T tokens, N trained. ids int64 [1, T]; position_ids int64 [1, T], or [3, 1, T] where the model reads images:
     time, row and column; target_positions int64 [N], the positions whose next token is trained; targets int64 [N],
     those next tokens; weights float32 [N], their loss weights, or None if all are 1; answer_of int64 [N], the number of
-    the sequence that each is of, prefixes not counted; cu_seq_lens int32 [sequences + 1].
+    the sequence that each is of, prefixes not counted (a prefix's tokens are of the first sequence that it begins);
+    cu_seq_lens int32 [sequences + 1].
     """
 
     ids: Tensor
@@ -43,6 +43,10 @@ class MicroBatch:
     """Pixels of the images; None for a model that reads text only."""
     is_dummy: bool = False
     """Whether this rank has no rows left while other ranks have: such a batch is computed, but counted nowhere."""
+    is_question: Tensor | None = None
+    """bool [N]: which of the trained tokens are of the question of a pair; None if none is."""
+    sample_keys: tuple[SampleKey, ...] = ()
+    """Where each sample stands in its dataset; empty if they are of none."""
 
     @property
     def num_tokens(self) -> int:
@@ -92,6 +96,8 @@ class _Sequence(NamedTuple):
     images: tuple[Image, ...] = ()
     prefix: int = -1
     """Index of the sequence that is its beginning, or -1."""
+    question: int = 0
+    """Number of its tokens that are of the question of a pair."""
 
 
 def collate(
@@ -116,6 +122,7 @@ def collate(
     targets: list[NDArray[np.int64]] = []
     positions_of_targets: list[NDArray[np.int64]] = []
     weights: list[NDArray[np.float32]] = []
+    is_question: list[NDArray[np.bool_]] = []
     for begin, sequence in zip(begins, sequences, strict=False):
         trained = np.flatnonzero(sequence.weights)
         if sequence.prefix < 0:
@@ -126,11 +133,13 @@ def collate(
         targets.append(begin + trained)
         positions_of_targets.append(predicting)
         weights.append(sequence.weights[trained])
+        is_question.append(trained < sequence.question)
     target_weights = torch.from_numpy(np.concatenate(weights))
     prefixes = tuple(sequence.prefix for sequence in sequences)
     shared = set(prefixes)
-    is_answer = [index not in shared for index in range(len(sequences))]
-    answer_of = np.repeat(np.cumsum(is_answer) - 1, [len(each) for each in targets])
+    is_answer = np.array([index not in shared for index in range(len(sequences))])
+    answer_of = np.repeat(np.cumsum(is_answer) - is_answer, [len(each) for each in targets])
+    of_questions = torch.from_numpy(np.concatenate(is_question))
     return MicroBatch(
         ids=ids[None],
         position_ids=torch.cat([sequence.positions for sequence in sequences], dim=-1).unsqueeze(-2),
@@ -145,6 +154,8 @@ def collate(
         vision=reader.read([(sequence.place, sequence.images) for sequence in sequences])
         if reader is not None
         else None,
+        is_question=of_questions if bool(of_questions.any()) else None,
+        sample_keys=tuple(sample.key for sample in samples if sample.key is not None),
     )
 
 
@@ -162,8 +173,10 @@ def _split_pair(
         images.append(take_images(tokens, sample.images[sum(map(len, images)) :], token))
     if shares_questions:
         positions = _positions_of(ids[0], reader, sample.place, images[0])
-        yield _Sequence(ids[0], weights[0], positions, sample.place, images[0])
+        yield _Sequence(ids[0], weights[0], positions, sample.place, images[0], question=question)
     for part in (CHOSEN, REJECTED):
+        if not len(ids[part]):
+            continue  # an answer that stands alone
         whole, all_images = np.concatenate([ids[0], ids[part]]), (*images[0], *images[part])
         positions = _positions_of(whole, reader, sample.place, all_images)
         if shares_questions:
@@ -171,7 +184,10 @@ def _split_pair(
                 ids[part], weights[part], positions[..., question:], sample.place, images[part], prefix=index
             )
         else:
-            yield _Sequence(whole, np.concatenate([weights[0], weights[part]]), positions, sample.place, all_images)
+            # The question is trained once, with the first of its answers.
+            of_question = weights[0] if part == CHOSEN or not chosen else np.zeros_like(weights[0])
+            whole_weights = np.concatenate([of_question, weights[part]])
+            yield _Sequence(whole, whole_weights, positions, sample.place, all_images, question=question)
 
 
 def _positions_of(ids: NDArray[np.int32], reader: PixelReader | None, place: str, images: tuple[Image, ...]) -> Tensor:
@@ -206,7 +222,8 @@ def micro_batches(
         yield collate(samples, reader, shares_questions=shares_questions) if samples else dummy_batch(reader)
 
 
-def all_batches(
+def unpacked_batches(
+    keys: Iterable[SampleKey],
     dataset: Dataset,
     rows_each: int,
     rank: int = 0,
@@ -215,7 +232,7 @@ def all_batches(
     *,
     shares_questions: bool = False,
 ) -> Iterator[MicroBatch]:
-    """Yield this rank's share of the dataset in file order, one sample a sequence; each rank gets as many batches."""
-    keys = dataset.sample_keys()
-    while rows := [[key] for key in islice(keys, rows_each * num_ranks)]:
+    """Yield this rank's share of some samples in their order, one a sequence; each rank gets as many batches."""
+    rest = iter(keys)
+    while rows := [[key] for key in islice(rest, rows_each * num_ranks)]:
         yield from micro_batches(rows, dataset, rows_each, rank, num_ranks, reader, shares_questions=shares_questions)

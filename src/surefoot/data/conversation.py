@@ -108,6 +108,8 @@ class Conversation:
     """Columns that are not part of the conversation, for the method."""
     rejected: "Conversation | None" = None
     """For a row of preference data: the same conversation with the rejected answer; this one has the chosen answer."""
+    is_desired: bool | None = None
+    """For a row with a label: whether its answer, what follows the last question, is desired."""
 
     @property
     def sides(self) -> tuple["Conversation", ...]:

@@ -39,6 +39,10 @@ OPEN_SHARDS = 512
 """Number of shards mapped into memory at a time: more than a sampler window holds, unless rows are very long."""
 
 
+SampleKey = tuple[int, int]
+"""(chunk of the dataset, sample of its shard)."""
+
+
 @dataclass(frozen=True)
 class Sample:
     """A sample. Shapes: ids int32 [n]; weights float32 [n], the weight of each token in the loss, 0 for context."""
@@ -46,6 +50,8 @@ class Sample:
     ids: NDArray[np.int32]
     weights: NDArray[np.float32]
     place: str
+    key: SampleKey | None = None
+    """Where it stands in its dataset; None if it is of none."""
     images: tuple[Image, ...] = ()
     parts: tuple[int, int, int] | None = None
     """Tokens of the question, the chosen and the rejected answer, one after the other; None if it is no pair."""
@@ -261,15 +267,15 @@ class Dataset:
         if shard.parts is None:
             first, last = self.options.kept_range(int(shard.lengths[sample]))
             ids = np.array(shard.ids[begin + first : begin + last])
-            return Sample(ids, weights[first:last], place, shard.images(sample))
+            return Sample(ids, weights[first:last], place, (chunk, sample), shard.images(sample))
         parts = shard.parts[sample : sample + 1]
         trim = self.options.trim_pairs(parts)
         indices = select_tokens(parts, trim, 0)
         question, chosen, rejected = trim.tokens[0].tolist()
         ids, sizes = shard.ids[begin + indices], (question, chosen, rejected)
-        return Sample(ids, weights[indices], place, shard.images(sample), sizes)
+        return Sample(ids, weights[indices], place, (chunk, sample), shard.images(sample), sizes)
 
-    def sample_keys(self) -> Iterator[tuple[int, int]]:
+    def sample_keys(self) -> Iterator[SampleKey]:
         """Yield (chunk, sample) of all samples, in file order."""
         for number in range(len(self.chunks)):
             for sample in self.chunk_samples(number).samples:

@@ -203,20 +203,24 @@ def _mark(text: _Marked, sample: Sample, options: SampleOptions) -> list[tuple[s
 
 
 def _mark_pair(sides: Sequence[_Marked], sample: Sample, question_tokens: int) -> list[tuple[str, bool]]:
-    """Return the parts of a pair's text, each answer behind a line that names it.
+    """Return the parts of a pair's text, or of one answer with a label, each answer behind a line that names it.
 
     `question_tokens`: tokens of the question before it was cut.
     """
     assert sample.parts is not None
-    question, chosen, _ = sample.parts
+    question, chosen, rejected = sample.parts
     weights, first = sample.weights.tolist(), question_tokens - question
-    return [
-        *sides[0].cut(first, weights[:question]),
-        ("\n--- chosen:\n", False),
-        *sides[0].cut(question_tokens, weights[question : question + chosen]),
-        ("\n--- rejected:\n", False),
-        *sides[1].cut(question_tokens, weights[question + chosen :]),
-    ]
+    names = ("chosen", "rejected") if chosen and rejected else ("desired", "not desired")
+    parts = sides[0].cut(first, weights[:question])
+    if chosen:
+        answer = sides[0].cut(question_tokens, weights[question : question + chosen])
+        parts += [(f"\n--- {names[0]}:\n", False), *answer]
+    if rejected:
+        parts += [
+            (f"\n--- {names[1]}:\n", False),
+            *sides[-1].cut(question_tokens, weights[question + chosen :]),
+        ]
+    return parts
 
 
 def as_text(report: DataReport, *, color: bool) -> str:

@@ -29,20 +29,26 @@ class PairTrim(NamedTuple):
 
     @property
     def sequence_tokens(self) -> NDArray[np.int64]:
-        """[S]: tokens of the two sequences, each with the question."""
-        totals: NDArray[np.int64] = self.tokens.sum(1) + self.tokens[:, QUESTION]
+        """[S]: tokens of the sequences, an answer or two, each with the question."""
+        answers = self.tokens[:, CHOSEN:]
+        totals: NDArray[np.int64] = answers.sum(1) + self.tokens[:, QUESTION] * (answers > 0).sum(1)
         return totals
 
 
-def join_sides(sides: Sequence[Rendered | BadRow], image_token: int | None) -> Rendered | BadRow:
+def join_sides(
+    sides: Sequence[Rendered | BadRow], image_token: int | None, is_desired: bool | None = None
+) -> Rendered | BadRow:
     """Return the sample of a row: its only side, or its two sides joined; or the reason why there is none.
 
-    `image_token`: the token that stands for images; None without.
+    `image_token`: the token that stands for images; None without. `is_desired`: label of the only side, if it has one.
     """
     problem = next((side for side in sides if isinstance(side, BadRow)), None)
-    if problem is not None or len(sides) == 1:
-        return problem or sides[0]
-    chosen, rejected = (side for side in sides if isinstance(side, Rendered))
+    if problem is not None:
+        return problem
+    rendered = [side for side in sides if isinstance(side, Rendered)]
+    if len(rendered) == 1:
+        return rendered[0] if is_desired is None else mark_answer(rendered[0], is_desired)
+    chosen, rejected = rendered
     return join_pair(chosen, rejected, image_token)
 
 
@@ -85,6 +91,17 @@ def join_pair(chosen: Rendered, rejected: Rendered, image_token: int | None) -> 
         images=images,
         parts=(question, len(chosen.ids) - question, len(rejected.ids) - question),
     )
+
+
+def mark_answer(side: Rendered, is_desired: bool) -> Rendered | BadRow:
+    """Return a single answer as one side of a pair whose other side is empty; or the reason if it is no answer."""
+    if not side.spans:
+        return BadRow("no token of the answer is trained")
+    question = side.spans[0].begin
+    if not question:
+        return BadRow("nothing stands before the answer: it needs a question")
+    answer = len(side.ids) - question
+    return replace(side, parts=(question, answer, 0) if is_desired else (question, 0, answer))
 
 
 def trim_within(parts: NDArray[np.int32], max_length: int, *, cuts_question: bool) -> PairTrim:

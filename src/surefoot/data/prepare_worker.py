@@ -39,6 +39,8 @@ class _Rendering(NamedTuple):
     line: int
     texts: list[Text]
     columns: Mapping[str, Any]
+    is_desired: bool | None
+    """Label of its only answer, if it has one."""
 
 
 class Preparer:
@@ -78,7 +80,7 @@ class Preparer:
                 continue
             except DataError as error:
                 raise DataError(f"{recipe.name}:{row.line}: {error}") from error
-            batch.append(_Rendering(number, row.line, texts, conversation.columns))
+            batch.append(_Rendering(number, row.line, texts, conversation.columns, conversation.is_desired))
             characters += sum(len(text.text) for text in texts)
             if len(batch) == BATCH_ROWS or characters >= BATCH_CHARACTERS:
                 self._flush(writer, batch)
@@ -89,7 +91,7 @@ class Preparer:
     def _flush(self, writer: ShardWriter, batch: list[_Rendering]) -> None:
         samples = self._renderer.tokenize([text for row in batch for text in row.texts])
         for row in batch:
-            sample = join_sides(list(islice(samples, len(row.texts))), self._image_token)
+            sample = join_sides(list(islice(samples, len(row.texts))), self._image_token, row.is_desired)
             if isinstance(sample, BadRow):
                 writer.refuse(row.number, row.line, str(sample))
             else:

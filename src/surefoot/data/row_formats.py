@@ -19,6 +19,8 @@ ANSWERS = frozenset(("response", "output", "completion"))
 """Columns that a prompt-only row does not need."""
 SIDES = frozenset(("chosen", "rejected"))
 """Columns of preference data."""
+LABELS = ("label", "kto_tag")
+"""Columns that say whether an answer is desired, of TRL and ms-swift, and of LLaMA-Factory."""
 UNTRAINABLE_COLUMNS = ("video", "videos", "audio", "audios")
 
 
@@ -42,6 +44,20 @@ class FormatSpec:
     """Whether rows are prompts, which the model answers in GRPO. A row's own answer is kept as a column."""
     pairs: bool = False
     """Whether rows are pairs of a chosen and a rejected answer."""
+    labels: bool = False
+    """Whether rows have a label that says whether their answer is desired."""
+
+    @property
+    def candidates(self) -> dict[str, frozenset[str]]:
+        """The formats that rows may have, with the columns that each requires."""
+        formats = {
+            name: format.required_columns(prompts=self.prompts)
+            for name, format in FORMATS.items()
+            if format.is_pair == self.pairs
+        }
+        if self.prompts or self.labels:
+            del formats["text"]  # a text has no question
+        return formats
 
 
 @dataclass(frozen=True)
@@ -59,16 +75,12 @@ class Format:
         return self.required - ANSWERS if prompts else self.required
 
 
-def detect(columns: Collection[str], *, prompts: bool = False, pairs: bool = False) -> str:
-    """Return the name of the format that has these columns; `prompts`, `pairs`: see `FormatSpec`.
+def detect(columns: Collection[str], spec: FormatSpec = FormatSpec()) -> str:
+    """Return the name of the format that has these columns, among those that `spec` allows.
 
     Raises: BadRow if no format or several fit; it lists the candidates.
     """
-    formats = {
-        name: format.required_columns(prompts=prompts) for name, format in FORMATS.items() if format.is_pair == pairs
-    }
-    if prompts:
-        del formats["text"]  # a text has no question
+    formats = spec.candidates
     candidates = [name for name, needed in formats.items() if needed <= set(columns)]
     if len(candidates) == 1:
         return candidates[0]
@@ -79,9 +91,9 @@ def detect(columns: Collection[str], *, prompts: bool = False, pairs: bool = Fal
             f"Say which one with `dataset_format: {candidates[0]}`"
         )
     format_list = "; ".join(f"{name} ({' + '.join(sorted(needed, reverse=True))})" for name, needed in formats.items())
-    if not pairs and set(columns) >= SIDES:
+    if not spec.pairs and set(columns) >= SIDES:
         raise BadRow(f"the columns ({names}) are of preference data: `method: dpo` trains on pairs of answers")
-    names_of_example = ["query"] if prompts else ["query", *sorted(SIDES)] if pairs else ["query", "response"]
+    names_of_example = ["query"] if spec.prompts else ["query", *sorted(SIDES)] if spec.pairs else ["query", "response"]
     example = f"columns: {{{', '.join(f'{name}: YOUR_COLUMN' for name in names_of_example)}}}"
     raise BadRow(
         f"the columns ({names}) fit no known format: {format_list}. Say what yours mean, for example with `{example}`"
@@ -94,7 +106,7 @@ def format_of(spec: FormatSpec, first_row: Columns) -> str:
     Raises: BadRow if it is ambiguous or unknown.
     """
     if spec.format == "auto":
-        return detect(_rename_columns(first_row, spec).keys(), prompts=spec.prompts, pairs=spec.pairs)
+        return detect(_rename_columns(first_row, spec).keys(), spec)
     if FORMATS[spec.format].is_pair != spec.pairs:
         where = spec.named_in if spec.only_mapped else "dataset_format"
         expected = "pairs of answers" if spec.pairs else "single answers. Pairs are for `method: dpo`"
@@ -141,7 +153,7 @@ class Reader(MessageReader):
             names = tuple(columns)
             row_format = self._detected.get(names) if len(names) < 64 else None
             if row_format is None:
-                row_format = self._detected[names] = detect(names, prompts=self.spec.prompts, pairs=self.spec.pairs)
+                row_format = self._detected[names] = detect(names, self.spec)
             if row_format != self.format:
                 raise BadRow(
                     f"mixed formats: this row is {row_format}, the file began as {self.format}. Split the file"
@@ -150,10 +162,13 @@ class Reader(MessageReader):
         missing = sorted(format.required_columns(prompts=self.spec.prompts) - columns.keys())
         if missing:
             raise BadRow(f"column '{missing[0]}' of format {self.format} is missing; the row has {shown(list(row))}")
-        _refuse_untrainable(columns)
+        is_desired = _read_label(columns) if self.spec.labels else None
+        _refuse_untrainable(columns, is_desired)
         if self.spec.prompts:
             return self._read_prompt(format, columns)
         conversation = self._read_conversation(format, columns)
+        if is_desired is not None:
+            conversation = _label(conversation, is_desired)
         for side in conversation.sides:
             if side.kind == "chat":
                 check_turns(side.messages)
@@ -232,13 +247,34 @@ class Reader(MessageReader):
         return Conversation(messages, kind, tools, columns=others)
 
 
-def _refuse_untrainable(columns: Columns) -> None:
+def _read_label(columns: Columns) -> bool:
+    """Return whether the answer of a row is desired. Raises: BadRow."""
+    names = [name for name in LABELS if columns.get(name) is not None]
+    if len(names) != 1:
+        reason = "several labels: " + ", ".join(names) if names else "no label"
+        raise BadRow(f"{reason}. The answer needs `label` (or `kto_tag`): true if it is desired, false if not")
+    value = columns[names[0]]
+    if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
+        return bool(value)
+    raise BadRow(f"{names[0]} is {shown(value)}; it must be true (the answer is desired) or false")
+
+
+def _label(conversation: Conversation, is_desired: bool) -> Conversation:
+    """Return a conversation whose answer, what follows the last question, is the only part in the loss."""
+    roles = [message.role for message in conversation.messages]
+    after_question = len(roles) - roles[::-1].index("user") if "user" in roles else 0
+    return replace(conversation, is_desired=is_desired, first_trained=conversation.first_trained or after_question)
+
+
+def _refuse_untrainable(columns: Columns, is_desired: bool | None) -> None:
     """Raise BadRow for rows that would be trained as text although they are not meant to be."""
     for name in UNTRAINABLE_COLUMNS:
         if columns.get(name):
             raise BadRow(f"the row has {name} ({shown(columns[name])}); this version trains on text and images")
-    if columns.get("label") is False and "completion" in columns:
-        raise BadRow("label is false: a bad answer of preference data (KTO), not one to learn")
+    if is_desired is None and (
+        columns.get("kto_tag") is False or (columns.get("label") is False and "completion" in columns)
+    ):
+        raise BadRow("its label is false: its answer is not one to learn. `method: kto` trains on both")
 
 
 def _read_prompt_completion(reader: Reader, columns: Columns) -> Conversation:

@@ -113,11 +113,9 @@ def select_samples(shard: Shard, rows: tuple[int, int], options: SampleOptions, 
     reasons = [
         (
             int(shard.lines[i]),
-            _explain_skip(
-                int(lengths[i]), options, bool(loses_trained[i]), bool(has_images[i]), shard.parts is not None
-            ),
+            _explain_skip(int(lengths[i]), options, bool(loses_trained[i]), bool(has_images[i]), _is_pair(shard, i)),
         )
-        for i in np.flatnonzero(in_range & ~used)
+        for i in np.flatnonzero(in_range & ~used).tolist()
     ]
     # Each side of a held-out split counts its own samples; a bad row has no side and counts with the training rows.
     bad_rows = problems_in(shard, rows) if options.side != "eval" else []
@@ -158,11 +156,12 @@ def _measure_pairs(
         indices = select_tokens(parts, trim, sample)
         ends = np.cumsum(trim.tokens[sample])
         chosen, rejected = (indices[ends[part - 1] : ends[part]] for part in (CHOSEN, REJECTED))
-        counts = [int(np.count_nonzero(weights[answer])) for answer in (chosen, rejected)]
+        answers = [answer for part, answer in ((CHOSEN, chosen), (REJECTED, rejected)) if parts[sample, part]]
+        counts = [int(np.count_nonzero(weights[answer])) for answer in answers]
         first = int(shard.offsets[sample])
         if all(counts) and trim.tokens[sample, QUESTION]:
             is_equal = np.array_equal(shard.ids[first + chosen], shard.ids[first + rejected])
-            trained[sample] = 0 if is_equal else sum(counts)
+            trained[sample] = 0 if is_equal else np.count_nonzero(weights[indices[1:]])
         loses_trained[sample] = trained[sample] < np.count_nonzero(weights)
     return trim.sequence_tokens, trained, loses_trained
 
@@ -207,6 +206,10 @@ def _count_trained_tokens(
         return np.maximum(last - first - 1, 0) - untrained, shard.lengths > last - first
     trained = np.bincount(owner[is_trained], inside[is_trained], minlength=len(shard)).astype(np.int64)
     return trained, np.bincount(owner[is_trained & outside], minlength=len(shard)) > 0
+
+
+def _is_pair(shard: Shard, sample: int) -> bool:
+    return shard.parts is not None and bool(shard.parts[sample, CHOSEN] and shard.parts[sample, REJECTED])
 
 
 def _explain_skip(length: int, options: SampleOptions, loses_trained: bool, has_images: bool, is_pair: bool) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from surefoot.data.dataset import ChunkRef
+from surefoot.data.dataset import ChunkRef, SampleKey
 from surefoot.data.packing import best_fit
 from surefoot.data.sample_selection import ChunkSamples
 from surefoot.errors import DataError
@@ -50,10 +50,6 @@ class Position:
         """Return whether a JSON value is a position."""
         names = {field.name for field in fields(cls)}
         return isinstance(value, dict) and value.keys() == names and all(map(is_size, value.values()))
-
-
-SampleKey = tuple[int, int]
-"""(chunk of the dataset, sample of its shard)."""
 
 
 @dataclass(frozen=True)

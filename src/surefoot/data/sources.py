@@ -104,7 +104,13 @@ def sources_of(loaded: LoadedConfig, setting: DataSetting, *, only_local: bool =
     return [
         replace(
             source,
-            spec=replace(source.spec, prompts=config.row.is_prompt, pairs=config.row.is_pair, system=config.system),
+            spec=replace(
+                source.spec,
+                prompts=config.row.is_prompt,
+                pairs=config.row.is_pair,
+                labels=config.row.is_labelled,
+                system=config.system,
+            ),
         )
         for source in sources
     ]
@@ -342,7 +348,7 @@ INFO_COLUMNS: dict[str, dict[str, str]] = {
 """Map from LLaMA-Factory's column names to Surefoot's, by `formatting`."""
 INFO_TAGS = ("role_tag", "content_tag", "user_tag", "assistant_tag", "observation_tag", "function_tag", "system_tag")
 PAIR_COLUMNS = {"chosen": "chosen", "rejected": "rejected"}
-UNTRAINABLE_INFO = ("videos", "audios", "kto_tag")
+UNTRAINABLE_INFO = ("videos", "audios")
 
 
 def _build_info_spec(entry: Mapping[str, Any], at: str) -> FormatSpec:
@@ -351,7 +357,7 @@ def _build_info_spec(entry: Mapping[str, Any], at: str) -> FormatSpec:
     if not isinstance(formatting, str) or formatting not in INFO_COLUMNS:
         known_formats = ", ".join(INFO_COLUMNS)
         raise _BadSource(f"{at}: formatting {shown(formatting)} is not known. Known: {known_formats}")
-    others = {name: name for name in ("system", "tools", "images")}
+    others = {name: name for name in ("system", "tools", "images", "kto_tag")}
     columns_by_name = {**INFO_COLUMNS[formatting], **PAIR_COLUMNS, **others}
     for name, value, names in (("columns", columns, (*columns_by_name, *UNTRAINABLE_INFO)), ("tags", tags, INFO_TAGS)):
         if value is not None and not isinstance(value, dict):

@@ -156,6 +156,8 @@ class MethodContext:
     """Folder of the model."""
     tokenizer: PreTrainedTokenizerBase
     data: RunData
+    weights_fingerprint: str
+    """Equal for equal weights of the model in `base`."""
     ranks: World
     phase: Callable[[Phase], AbstractContextManager[None]]
     emit: Emit
@@ -167,7 +169,8 @@ class Method(ABC):
     """One method in one run: where its batches come from, its objective and its evaluation.
 
     The trainer calls, in this order: `check_files`, `check_model`, `start`, `check_data` on prepared rows, `connect`,
-    `build_objective`, `load` after a checkpoint is loaded, `restore`; then for each step `batches` and `check_step`;
+    `build_objective`, `use_start`, `load` after a checkpoint is loaded, `restore`; then for each step `batches` and
+    `check_step`;
     `end` however the run ends. They are collective and raise on all ranks, but `check_files`, `check_model`,
     `check_data` and `batches` may raise on one rank, and the trainer tells the others. `end` is not collective.
     """
@@ -204,6 +207,9 @@ class Method(ABC):
 
     def connect(self) -> None:  # noqa: B027
         """Wait for what `start` has started, before the model takes its memory."""
+
+    def use_start(self, config: RunConfig, train_context: TrainContext) -> None:  # noqa: B027
+        """Compute what depends on the model that training begins with, before a checkpoint is loaded into it."""
 
     @abstractmethod
     def load(self, config: RunConfig, train_context: TrainContext) -> None:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from surefoot.config import LoadedConfig
 from surefoot.data.build_dataset import ModelInputs, check_sources, held_out_side, open_dataset, open_images
 from surefoot.data.checks import data_findings
-from surefoot.data.collate import MicroBatch, all_batches, micro_batches
-from surefoot.data.dataset import Dataset
+from surefoot.data.collate import MicroBatch, micro_batches, unpacked_batches
+from surefoot.data.dataset import Dataset, SampleKey
 from surefoot.data.image_processor import PixelReader
 from surefoot.data.inspect import DataReport, report_on
 from surefoot.data.prepare_pool import Progress
@@ -111,6 +111,17 @@ class RunData:
             return None
         return self.order.steps_in(self._config.epochs) * self._config.steps_per_batch
 
+    def visited_samples(self) -> list[SampleKey]:
+        """Return the samples that the whole run trains on, in file order. Everything is prepared."""
+        every = list(self.train.sample_keys())
+        visited: set[SampleKey] = set()
+        position, step, epoch = Position(), 0, 0.0
+        while len(visited) < len(every) and not self._config.is_over(step, epoch):
+            batch = self.order.step(position)
+            visited.update(chain.from_iterable(batch.sequences))
+            position, step, epoch = batch.next_position, step + 1, batch.epoch
+        return [key for key in every if key in visited]
+
     def finish(self) -> None:
         """Wait until everything is prepared, and check it. Raises: DataError."""
         if not self._is_checked:
@@ -182,14 +193,18 @@ class RunData:
     def eval_batches(self) -> Iterator[MicroBatch]:
         """Yield this rank's part of the held-out samples, as many batches on each rank. Collective with images."""
         assert self.held_out is not None
-        batches = all_batches(self.held_out, **self._collation)
+        return self.batches_of(self.held_out, self.held_out.sample_keys(), "evaluating")
+
+    def batches_of(self, dataset: Dataset, keys: Iterable[SampleKey], purpose: str) -> Iterator[MicroBatch]:
+        """Yield this rank's part of some samples, as many batches on each rank. Collective with images."""
+        batches = unpacked_batches(keys, dataset, **self._collation)
         last_heartbeat_s, num_batches = time.monotonic(), 0
         while batch := self._read_batches(lambda: list(islice(batches, 1))):
             yield from batch
             num_batches += 1
             if time.monotonic() - last_heartbeat_s > HEARTBEAT_EVERY_S:  # the supervisor must not see a stall
                 last_heartbeat_s = time.monotonic()
-                self._emit(Heartbeat(f"evaluating: {num_batches} batches"))
+                self._emit(Heartbeat(f"{purpose}: {num_batches} batches"))
 
     def _emit_findings(self) -> None:
         for finding in data_findings(self.train.without_validation(), self.held_out):

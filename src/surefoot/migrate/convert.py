@@ -29,7 +29,7 @@ from surefoot.migrate.peer_tables import (
     VLLM_FLAGS,
     VLLM_OPTIONS,
 )
-from surefoot.migrate.preferences import LIMITS
+from surefoot.migrate.preferences import LIMITS, METHODS
 from surefoot.migrate.rollout_engine import choose_rollout_engine
 from surefoot.migrate.sharding import check_deepspeed_config, read_deepspeed_settings
 from surefoot.migrate.sources import list_axolotl_left_out, list_swift_left_out, note_hub_of_model
@@ -110,6 +110,11 @@ def _start_import(imported: ImportedRun) -> None:
         imported.settings["train_on"] = ("all", f"stage pt of {run.program}")
         if run.program == "LLaMA-Factory" and "packing" not in run.settings:
             imported.settings["packing"] = (True, f"stage pt of {run.program}")
+    if run.method == "dpo" and run.program == "LLaMA-Factory" and run.settings.get("pref_loss") == "orpo":
+        run.method = "orpo"
+        left_out["the average of ORPO's likelihood"] = (
+            "LLaMA-Factory averages the tokens of each answer first, Surefoot those of the whole step"
+        )
     if run.method == "ipo" and run.program == "axolotl":  # there a method of its own
         run.method = "dpo"
         imported.settings["loss_type"] = ("ipo", f"rl of {run.get_location('rl')}")
@@ -183,7 +188,7 @@ def _list_left_out_parts(run: ParsedRun, name: str, value: Any, peer_setting: st
 def _record_unmapped_setting(imported: ImportedRun, name: str, value: Any, peer_setting: str) -> None:
     """Record a peer setting without a counterpart: as left out, as ignored, or as unknown."""
     left_out = imported.left_out
-    if imported.source.method == "dpo" and name in LIMITS:
+    if imported.source.method in METHODS and name in LIMITS:
         left_out[peer_setting] = "max_length limits the question with one answer"
     elif name in UNSUPPORTED_GRPO:
         left_out[peer_setting] = "rollouts have no such setting"
@@ -287,10 +292,10 @@ def _leave_out_redundant_evaluation(imported: ImportedRun) -> None:
     if not imported.has_evaluation:
         imported.leave_out("eval_steps", "no evaluation data is set")
     method = imported.source.method
-    for name in {"grpo": ("packing", "train_on"), "dpo": ("train_on",)}.get(method, ()):
+    for name in {"grpo": ("packing", "train_on"), "dpo": ("train_on",), "kto": ("train_on",)}.get(method, ()):
         imported.leave_out(name, f"not available with method: {method}")
-    if method == "dpo":
-        imported.leave_out("lora_dropout", "method dpo turns dropout off, as the trainers of DPO do by default")
+    if method in METHODS:
+        imported.leave_out("lora_dropout", f"method {method} turns dropout off, as the trainers of peers do by default")
 
 
 def _set_rendezvous_endpoint(imported: ImportedRun) -> None:

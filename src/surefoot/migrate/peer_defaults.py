@@ -10,16 +10,18 @@ from surefoot.migrate.peer_tables import (
     AXOLOTL_MOST_WARMUP,
     DEFAULT_NOTES,
     DEFAULTS,
-    DPO_DEFAULTS,
     GRPO_DEFAULTS,
     LORA_ALPHA_FACTOR,
+    PREFERENCE_DEFAULTS,
     SWIFT_3_NOTE,
     SWIFT_3_SAMPLING,
     SWIFT_BATCH,
+    TRAINS_QUESTIONS,
     TRL_LORA,
     TRL_WITH_VLLM,
     UNCUT_PROMPTS,
 )
+from surefoot.migrate.preferences import METHODS
 from surefoot.migrate.sharding import read_deepspeed_settings
 from surefoot.migrate.values import is_null
 
@@ -35,9 +37,11 @@ def collect_defaults(imported: ImportedRun) -> dict[str, Any]:
         defaults |= SWIFT_3_SAMPLING
     if is_grpo:
         defaults = _replace_grpo_defaults(imported, defaults)
-    elif run.method == "dpo":
+    elif run.method in METHODS:
         defaults = {name: value for name, value in defaults.items() if name != "train_on"}
-        defaults |= DPO_DEFAULTS.get(run.program, {})
+        defaults |= PREFERENCE_DEFAULTS.get(run.program, {})
+        if run.method == "orpo" and run.program != "LLaMA-Factory":
+            defaults |= TRAINS_QUESTIONS
     factor, rank = LORA_ALPHA_FACTOR.get(run.program), imported.get_value("lora_rank")
     if factor and isinstance(rank, int):
         defaults["lora_alpha"] = factor * rank
@@ -64,7 +68,7 @@ def collect_defaults(imported: ImportedRun) -> dict[str, Any]:
         "gradient_accumulation_steps": "global_batch_size" in settings,
         "save_steps": run.settings.get("save_strategy", "steps") != "steps",
         # Surefoot's GRPO and DPO refuse LoRA dropout; trainers of DPO turn it off by default.
-        "lora_dropout": run.method in ("grpo", "dpo"),
+        "lora_dropout": run.method in ("grpo", *METHODS),
         **dict.fromkeys(read_deepspeed_settings(imported), True),
     }
     return {name: value for name, value in defaults.items() if not is_overridden.get(name)}
@@ -93,7 +97,7 @@ def note_peer_defaults(imported: ImportedRun) -> None:
     explicit |= {"warmup_ratio"} if "warmup_ratio" not in imported.settings else set()
     explicit |= {"save_steps"} if "saves_per_epoch" in run.settings else set()
     notes = DEFAULT_NOTES.get(run.program, {})
-    if run.method == "dpo":
+    if run.method in METHODS:
         notes = {name: why for name, why in notes.items() if name != "train_on"}
     elif run.method != "sft":
         notes = {name: why for name, why in notes.items() if name == "nproc_per_node"}

@@ -58,8 +58,10 @@ TRL_WITH_VLLM: Settings = {"importance_correction": "sequence_mask", "importance
 """TRL's further defaults for GRPO with vLLM."""
 SWIFT_3_SAMPLING: Settings = {"top_k": 50, "top_p": 0.9}
 """Further defaults for GRPO of ms-swift before 4.1."""
-DPO_DEFAULTS: dict[str, Settings] = {"TRL": {"learning_rate": 1e-6}}
-"""Program -> its further defaults for DPO."""
+PREFERENCE_DEFAULTS: dict[str, Settings] = {"TRL": {"learning_rate": 1e-6}}
+"""Program -> its further defaults for DPO, KTO and ORPO."""
+TRAINS_QUESTIONS: Settings = {"train_on": "all"}
+"""Default for ORPO where it is TRL's: the likelihood that it adds is that of the question, too."""
 AXOLOTL_MOST_WARMUP = 100
 """Most steps of axolotl's default warm-up."""
 SWIFT_BATCH = 16
@@ -190,8 +192,6 @@ UNSUPPORTED = _index_by_name({
     "it for the same batch": "sequence_parallel_size context_parallel_size context_parallel_degree cp_size",
     "eval_steps and save_steps count steps: `surefoot data` shows how many rows an epoch has":
         "evals_per_epoch saves_per_epoch",
-    "advantages are those of GRPO: a reward less the mean of its group": "advantage_estimator",
-    "the divergence from the reference is part of the loss (beta), not of the reward": "kl_in_reward",
     "the model's chat template ends a turn": "eos_token",
     "rows are not padded": "pad_token",
     "name the file as chat_template": "chat_template_path",

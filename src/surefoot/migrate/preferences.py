@@ -1,26 +1,37 @@
-"""Mapping of the peers' settings of preference optimisation to those of `method: dpo`.
+"""Mapping of the peers' settings of preference optimisation to those of `method: dpo`, `kto` and `orpo`.
 
 A setting that would change what is learned and has no counterpart is refused, since nothing else tells the user.
 """
 
 from types import EllipsisType
-from typing import Any
+from typing import Any, get_args
 
-from surefoot.methods.dpo.settings import LOSS_TYPES, SMOOTHED
+from surefoot.methods.dpo.settings import LOSS_TYPES, REFERENCE_FREE, SMOOTHED
+from surefoot.methods.kto.settings import KtoConfig
 from surefoot.migrate.parsed_run import ParsedRun
 from surefoot.migrate.values import as_list, is_null, parse_number
 
+METHODS = ("dpo", "kto", "orpo")
+"""Methods whose settings are mapped here."""
+LOSSES = {
+    "dpo": LOSS_TYPES,
+    "kto": get_args(KtoConfig.model_fields["loss_type"].annotation),
+    "orpo": ("orpo",),
+}
+"""Method -> the losses that it has."""
 NAMES = {
-    "pref_beta": "beta", "rl_beta": "beta", "dpo_beta": "beta", "rpo_alpha": "sft_weight", "pref_ftx": "sft_weight",
-    "dpo_label_smoothing": "label_smoothing",
+    "pref_beta": "beta", "rl_beta": "beta", "dpo_beta": "beta", "orpo_alpha": "beta", "rpo_alpha": "sft_weight",
+    "pref_ftx": "sft_weight", "dpo_label_smoothing": "label_smoothing", "kto_chosen_weight": "desirable_weight",
+    "kto_desirable_weight": "desirable_weight", "kto_rejected_weight": "undesirable_weight",
+    "kto_undesirable_weight": "undesirable_weight",
 }  # fmt: skip
-"""Peer setting -> the setting of DPO with the same meaning."""
+"""Peer setting -> the setting with the same meaning."""
 LOSS_SETTINGS = ("loss_type", "pref_loss", "dpo_loss_type")
 LOSS_WEIGHTS = ("loss_weights", "dpo_loss_weights")
 SFT_LOSS = "sft"
 """TRL's name of the chosen answers' likelihood in a list of losses."""
 NO_EFFECT = frozenset(
-    "precompute_ref_log_probs precompute_ref_batch_size ref_model_init_kwargs model_adapter_name disable_dropout "
+    "precompute_ref_batch_size ref_model_init_kwargs model_adapter_name disable_dropout "
     "padding_value label_pad_token_id dataset_num_proc f_alpha_divergence_coef ref_model_quantization_bit".split()
 )
 """Settings that change how the result is computed and not the result."""
@@ -28,27 +39,32 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "f_divergence_type": (("reverse_kl",), "reverse_kl, the only divergence of method dpo"),
     "use_weighting": ((False,), "false: pairs are not weighted by their likelihood"),
     "dpo_use_weighting": ((False,), "false: pairs are not weighted by their likelihood"),
-    "sync_ref_model": ((False,), "false: the reference is the model without its adapter, and stays it"),
+    "sync_ref_model": ((False,), "false: the reference stays the model that training begins with"),
     "reference_free": ((False,), "false: loss_type simpo and cpo need no reference"),
     "pref_bco_weight": ((0, 0.0), "0: give bco_pair as one of several losses"),
 }
 """Setting -> (values that mean what Surefoot does, what is expected instead of others)."""
 LIMITS = ("max_prompt_length", "max_completion_length", "max_target_length")
 """Settings of older versions that limit one part of a pair."""
-REFERENCES = ("ref_model", "ref_model_name_or_path", "ref_adapters", "ref_model_adapters", "ref_adapter_name")
+REFERENCE_MODELS = ("ref_model", "ref_model_name_or_path")
+ADAPTERS = ("adapters", "adapter_name_or_path", "lora_model_dir")
+"""Settings for an adapter to start from."""
+REFERENCE_ADAPTERS = ("ref_adapters", "ref_model_adapters")
 TRUNCATION = {"keep_start": "right", "keep_end": "left"}
 
 Mapped = dict[str, Any] | None | EllipsisType
 
 
 def map_preferences(run: ParsedRun, name: str, value: Any) -> Mapped:
-    """Return the settings of DPO for one peer setting, None if there is none, or `...` if it is of no such method.
+    """Return the settings for one peer setting, None if there is none, or `...` if it is of no such method.
 
     Raises: ConfigError for a value that would change what is learned.
     """
-    if run.method != "dpo":
+    if run.method not in METHODS:
         return ...
     if name in LOSS_SETTINGS and value is not None:
+        if run.program == "LLaMA-Factory" and run.method == "kto":
+            return {}  # its loss of pairs, which KTO does not use
         return _map_losses(run, name, value)
     if name in LOSS_WEIGHTS and any(setting in run.settings for setting in LOSS_SETTINGS):
         return {}  # carried with the losses
@@ -65,17 +81,33 @@ def map_preferences(run: ParsedRun, name: str, value: Any) -> Mapped:
         if not is_null(value) and parse_number(value) not in accepted:
             raise run.make_value_error(name, value, expected)
         return {}
-    if name in REFERENCES:
+    if name in REFERENCE_MODELS:
         model = run.settings.get("model_name_or_path", run.settings.get("model", run.settings.get("base_model")))
         if not is_null(value) and value != model:
-            raise run.make_value_error(name, value, "none: the reference is the model itself, without its adapter")
+            raise run.make_value_error(name, value, "none: the reference is the model that training begins with")
         return {}
+    if name in (*REFERENCE_ADAPTERS, *ADAPTERS) and not is_null(value) and _has_reference(run):
+        start = [run.settings.get(adapter) for adapter in ADAPTERS if adapter in run.settings]
+        reference = [run.settings.get(adapter) for adapter in REFERENCE_ADAPTERS if adapter in run.settings]
+        if start != reference:
+            raise run.make_value_error(
+                name, value, "the same adapter to start from and as the reference, which is where training begins"
+            )
+        return {} if name in REFERENCE_ADAPTERS else ...
     surefoot_name = NAMES.get(name, name)
+    if surefoot_name == "sft_weight" and run.method != "dpo":
+        if not is_null(value) and parse_number(value):
+            raise run.make_value_error(name, value, f"0: method {run.method} adds no such loss")
+        return {}
     if surefoot_name == "label_smoothing" and parse_number(value) and not SMOOTHED.keys() & set(_losses_of(run)):
         raise run.make_value_error(name, value, f"0, or one of the losses {' and '.join(SMOOTHED)}, which use it")
     if name in NAMES:
         return {} if is_null(value) else {surefoot_name: parse_number(value)}
     return ...
+
+
+def _has_reference(run: ParsedRun) -> bool:
+    return run.method != "orpo" and not REFERENCE_FREE.issuperset(_losses_of(run) or ["sigmoid"])
 
 
 def _losses_of(run: ParsedRun) -> list[str]:
@@ -86,8 +118,10 @@ def _losses_of(run: ParsedRun) -> list[str]:
 def _map_losses(run: ParsedRun, name: str, value: Any) -> dict[str, Any]:
     losses = _losses_of(run)
     for loss in losses:
-        if loss not in (*LOSS_TYPES, SFT_LOSS):
-            raise run.make_value_error(name, value, f"losses of method dpo: {', '.join(LOSS_TYPES)}")
+        if loss not in (*LOSSES[run.method], *([SFT_LOSS] if run.method == "dpo" else [])):
+            raise run.make_value_error(name, value, f"losses of method {run.method}: {', '.join(LOSSES[run.method])}")
+    if run.method == "orpo":
+        return {}
     written = next((run.settings[weights] for weights in LOSS_WEIGHTS if weights in run.settings), None)
     weights = [1.0] * len(losses) if written is None else [parse_number(item) for item in as_list(written)]
     if len(weights) != len(losses):

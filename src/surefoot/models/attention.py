@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
@@ -155,10 +154,11 @@ def attend_sample_by_sample(
 ) -> Tensor:
     """Compute `packed_attention` anywhere, and with every term that scores may have."""
     outputs = []
-    for span, length in zip(samples.spans, samples.lengths, strict=True):
+    parts = (tensor.split(samples.lengths, dim=2) for tensor in (query, key, value))
+    for span, queries, keys, values in zip(samples.spans, *parts, strict=True):
         part = layer.of_span(span)
-        mask = part.dense_mask if part.dense_mask is not None else part.mask.allowed(length, query.device)
-        attended = attend_sample(query[:, :, span], key[:, :, span], value[:, :, span], mask, part.terms)
+        mask = part.dense_mask if part.dense_mask is not None else part.mask.allowed(queries.shape[2], query.device)
+        attended = attend_sample(queries, keys, values, mask, part.terms)
         outputs.append(attended.transpose(1, 2))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
@@ -168,41 +168,33 @@ def _attend_with_shared_prefixes(
 ) -> Tensor:
     """Compute attention for samples that may continue an earlier sample, which is computed once for all of them.
 
-    Samples that continue the same one form a batch of rows, padded to the longest; a sample's own positions count on
-    from the end of its prefix. Shapes: as in `packed_attention`.
+    A sample's own positions count on from the end of its prefix. Shapes: as in `packed_attention`.
     """
     if layer.dense_mask is not None or layer.terms.bias is not None:
         raise ModelError("a mask or bias over the whole row cannot be used with a prompt shared by its continuations.")
-    lengths, spans, prefix_of = samples.lengths, samples.spans, samples.prefix_of
+    lengths, prefix_of = samples.lengths, samples.prefix_of
     assert prefix_of is not None
-    outputs: dict[int, Tensor] = {}
-    for owner in (-1, *dict.fromkeys(prefix for prefix in prefix_of if prefix >= 0)):
-        for rows in _group_rows(owner, prefix_of):
-            longest = max(lengths[row] for row in rows)
-            before = lengths[owner] if owner >= 0 else 0
-
-            def stack_rows(tensor: Tensor, rows: list[int] = rows, longest: int = longest) -> Tensor:
-                parts = [F.pad(tensor[:, :, spans[row]], (0, 0, 0, longest - lengths[row])) for row in rows]
-                return torch.cat(parts)
-
-            keys, values = stack_rows(key), stack_rows(value)
-            if owner >= 0:
-                prefix_key, prefix_value = (tensor[:, :, spans[owner]] for tensor in (key, value))
-                keys = torch.cat([prefix_key.expand(len(rows), -1, -1, -1), keys], dim=2)
-                values = torch.cat([prefix_value.expand(len(rows), -1, -1, -1), values], dim=2)
-            # Samples that continue another are in no block: they are completions, and blocks are images.
-            mask = layer.mask.without_blocks() if owner >= 0 else layer.mask.of_spans([spans[rows[0]]])
-            allowed = mask.allowed_after(before, longest, query.device)
-            attended = attend(stack_rows(query), keys, values, allowed, layer.terms)
-            for row, prefix in zip(rows, attended, strict=True):
-                outputs[row] = prefix[:, : lengths[row]].transpose(0, 1)
-    return torch.cat([outputs[row] for row in range(len(lengths))])[None]
-
-
-def _group_rows(owner: int, prefix_of: tuple[int, ...]) -> list[list[int]]:
-    """Return the samples that continue `owner`, in batches: all in one batch, or each alone if they continue none."""
-    rows = [row for row, prefix in enumerate(prefix_of) if prefix == owner]
-    return [[row] for row in rows] if owner < 0 else [rows]
+    # Taken apart once: the gradient of a slice is a tensor of the size of the whole.
+    queries, keys, values = (tensor.split(lengths, dim=2) for tensor in (query, key, value))
+    outputs = []
+    for row, owner in enumerate(prefix_of):
+        if owner < 0:
+            allowed = layer.mask.of_spans([samples.spans[row]]).allowed(lengths[row], query.device)
+            attended = attend(queries[row], keys[row], values[row], allowed, layer.terms)
+        else:
+            before, length = lengths[owner], lengths[row]
+            whole_key, whole_value = (torch.cat([parts[owner], parts[row]], dim=2) for parts in (keys, values))
+            mask = layer.mask.without_blocks()  # such samples are completions, and blocks are images
+            if before <= length and mask.allowed(before + length, query.device) is None:
+                # Causal attention of the whole needs no mask and skips what none sees: faster than the rest of it.
+                whole_query = torch.cat([queries[owner], queries[row]], dim=2)
+                attended = attend(whole_query, whole_key, whole_value, None, layer.terms)
+                attended = attended.split([before, length], dim=2)[1]
+            else:
+                allowed = mask.allowed_after(before, length, query.device)
+                attended = attend(queries[row], whole_key, whole_value, allowed, layer.terms)
+        outputs.append(attended.transpose(1, 2))
+    return torch.cat(outputs, dim=1)
 
 
 AttentionInterface.register(IMPLEMENTATION, packed_attention)

@@ -256,7 +256,8 @@ def _assemble(run: _Run, opened: _OpenedRun, cleanup: ExitStack, stop_requested:
     base, data, state = opened.base, opened.data, opened.state
     device = gpu_of(ranks.rank, ranks.local_rank) if loaded.run.device == "cuda" else torch.device("cpu")
     cleanup.callback(data.stop)
-    context = MethodContext(loaded, base, opened.tokenizer, data, ranks, phases, run.emit, stop_requested)
+    weights = state.base_fingerprint
+    context = MethodContext(loaded, base, opened.tokenizer, data, weights, ranks, phases, run.emit, stop_requested)
     method = method_of(loaded.run)(context)
     cleanup.callback(method.end)
     method.start()
@@ -267,7 +268,7 @@ def _assemble(run: _Run, opened: _OpenedRun, cleanup: ExitStack, stop_requested:
     method.connect()
 
     with phases("load"):
-        config, step_times_s, train_context = _load_train_context(run, opened, device)
+        config, step_times_s, train_context = _load_train_context(run, opened, method, device)
         method.load(config, train_context)
     method.restore(state.pending)
     state = replace(state, pending=[])
@@ -319,7 +320,7 @@ def _check_code_files(run: _Run, method: Method, state: TrainState) -> dict[str,
 
 
 def _load_train_context(
-    run: _Run, opened: _OpenedRun, device: torch.device
+    run: _Run, opened: _OpenedRun, method: Method, device: torch.device
 ) -> tuple[RunConfig, dict[int, float | None], TrainContext]:
     """Return the config without `auto`, the seconds of a step with each choice, and the model with its optimizer.
 
@@ -342,6 +343,7 @@ def _load_train_context(
         run.emit(Notice(text))
     if config.health and not config.compile:  # a hook would cut the graph of each layer in two
         run.phases.follow(decoder_layers(train_context.model))
+    method.use_start(config, train_context)
     if checkpoint is not None:
         ranks.run_or_raise_on_all(
             lambda: load_checkpoint(checkpoint, train_context.parameters, train_context.optimizer, train_context.biases)

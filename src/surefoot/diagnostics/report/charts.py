@@ -149,7 +149,8 @@ def _draw_loss(history: RunHistory) -> list[Spec]:
 def _draw_by_data(rows: list[Row], field: str) -> list[Spec]:
     """Return the line of a value in training, and the points of that of held-out data: `of` tells them apart."""
     trained, held_out = (
-        [row for row in rows if (row["of"] == HELD_OUT) == is_held_out] for is_held_out in (False, True)
+        [row for row in rows if field in row and (row["of"] == HELD_OUT) == is_held_out]
+        for is_held_out in (False, True)
     )
     encoding = {
         "x": STEP,

@@ -51,7 +51,7 @@ class RunHistory:
     rollouts: list[Row]
     """step, and GRPO's reward, reward_std, completion_length, entropy, clip_ratio, importance_ratio, kl."""
     preferences: list[Row]
-    """step, DPO's margin and accuracy, and `of`: training or held out."""
+    """step, margin of the rewards, their accuracy if answers are pairs, and `of`: training or held out."""
     completions: list[Row]
     """The lines of completions.jsonl of a few steps."""
     samples: list[Row]
@@ -130,8 +130,12 @@ def _select_preferences(lines: Sequence[Row], prefix: str, of: str) -> Iterator[
     """Yield the margins and accuracies of the lines that have them under names with this prefix."""
     for line in lines:
         values = {name: line.get(f"{prefix}{metric}") for name, metric in PREFERENCES.items()}
-        if all(is_number(value) for value in values.values()):
-            yield {"step": line["step"], **values, "of": of}
+        if is_number(values["margin"]):
+            yield {
+                "step": line["step"],
+                **{name: value for name, value in values.items() if is_number(value)},
+                "of": of,
+            }
 
 
 def last_value(rows: Sequence[Row], field: str) -> object:

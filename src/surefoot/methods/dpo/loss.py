@@ -1,14 +1,16 @@
 """The losses of pairs of answers, in the variants of a dozen papers. Independent of models and batches."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from surefoot.methods.dpo.settings import LOSS_TYPES, DpoConfig
+from surefoot.methods.dpo.settings import PairLossSettings
+
+NEARLY_CERTAIN = -1e-6
+"""Largest mean log-probability with which odds are computed: those of a certain answer are infinite."""
 
 
 class Pairs(NamedTuple):
@@ -38,103 +40,122 @@ class Pairs(NamedTuple):
         return means[:, 0] - means[:, 1]
 
 
-@dataclass(frozen=True)
-class PairLoss:
-    """The weighted sum of the losses of a pair."""
-
-    weights: Mapping[str, float]
-    """Weight of each loss by its name."""
-    beta: float
-    label_smoothing: float
-    discopop_tau: float
-    simpo_gamma: float
-
-    @staticmethod
-    def of(config: DpoConfig) -> "PairLoss":
-        """Return the losses that a config names."""
-        weights: dict[str, float] = {}
-        for loss, weight in zip(config.loss_types, config.weights_of_losses, strict=True):
-            weights[loss] = weights.get(loss, 0.0) + weight
-        return PairLoss(weights, config.beta, config.label_smoothing, config.discopop_tau, config.simpo_gamma)
-
-    def __call__(self, pairs: Pairs) -> Tensor:
-        """Return the loss of each pair. Shapes: [P], with its graph."""
-        total = torch.zeros_like(pairs.delta)
-        for loss, weight in self.weights.items():
-            total = total + weight * LOSSES[loss](self, pairs)
-        return total
-
-    def compared(self, pairs: Pairs) -> Tensor:
-        """Return what the loss compares, which times beta is the reward of each answer. Shapes: [P, 2]."""
-        return pairs.logps / pairs.num_tokens if "simpo" in self.weights else pairs.ratios
-
-    def sigmoid(self, pairs: Pairs) -> Tensor:
-        """-log sigma(beta delta) (DPO, arXiv:2305.18290, eq. 7)."""
-        return -F.logsigmoid(self.beta * pairs.delta)
-
-    def sigmoid_norm(self, pairs: Pairs) -> Tensor:
-        """The same with log-ratios per token (Tulu 3, arXiv:2411.15124)."""
-        return -F.logsigmoid(self.beta * pairs.mean_delta)
-
-    def ipo(self, pairs: Pairs) -> Tensor:
-        """(delta - 1 / (2 beta))^2 (IPO, arXiv:2310.12036, eq. 17), with log-ratios per token, as TRL has it."""
-        return (pairs.mean_delta - 1 / (2 * self.beta)).square()
-
-    def hinge(self, pairs: Pairs) -> Tensor:
-        """max(0, 1 - beta delta) (SLiC-HF, arXiv:2305.10425)."""
-        return torch.relu(1 - self.beta * pairs.delta)
-
-    def robust(self, pairs: Pairs) -> Tensor:
-        """The unbiased loss if a share of the labels is flipped (rDPO, arXiv:2403.00409)."""
-        logit, flipped = self.beta * pairs.delta, self.label_smoothing
-        return (flipped * F.logsigmoid(-logit) - (1 - flipped) * F.logsigmoid(logit)) / (1 - 2 * flipped)
-
-    def exo_pair(self, pairs: Pairs) -> Tensor:
-        """The reverse divergence from the smoothed preference (EXO, arXiv:2402.00856, eq. 16)."""
-        logit, smoothing = self.beta * pairs.delta, torch.tensor(self.label_smoothing)
-        wins = F.logsigmoid(logit) - torch.log1p(-smoothing)
-        loses = F.logsigmoid(-logit) - smoothing.log()
-        return logit.sigmoid() * wins + (-logit).sigmoid() * loses
-
-    def nca_pair(self, pairs: Pairs) -> Tensor:
-        """Noise-contrastive alignment for two answers (NCA, arXiv:2402.05369)."""
-        rewards = self.beta * pairs.ratios
-        return -F.logsigmoid(rewards[:, 0]) - 0.5 * F.logsigmoid(-rewards).sum(1)
-
-    def bco_pair(self, pairs: Pairs) -> Tensor:
-        """Two binary classifications (BCO, arXiv:2404.04656), without its moving reference point."""
-        rewards = self.beta * pairs.ratios
-        return -F.logsigmoid(rewards[:, 0]) - F.logsigmoid(-rewards[:, 1])
-
-    def sppo_hard(self, pairs: Pairs) -> Tensor:
-        """Squared distances of the log-ratios from +-1 / (2 beta) (SPPO, arXiv:2405.00675, eq. 4.7, P = 0 or 1)."""
-        goal = 0.5 / self.beta
-        return (pairs.ratios[:, 0] - goal).square() + (pairs.ratios[:, 1] + goal).square()
-
-    def apo_zero(self, pairs: Pairs) -> Tensor:
-        """Chosen up, rejected down (APO, arXiv:2408.06266, eq. 7)."""
-        rewards = self.beta * pairs.ratios
-        return (-rewards[:, 0]).sigmoid() + rewards[:, 1].sigmoid()
-
-    def apo_down(self, pairs: Pairs) -> Tensor:
-        """Both down, the rejected further (APO, arXiv:2408.06266, eq. 8)."""
-        return (self.beta * pairs.ratios[:, 0]).sigmoid() + (-self.beta * pairs.delta).sigmoid()
-
-    def discopop(self, pairs: Pairs) -> Tensor:
-        """A blend of the logistic and the exponential loss (DiscoPOP, arXiv:2406.08414, eq. 5)."""
-        logit = self.beta * pairs.delta
-        share = (logit / self.discopop_tau).sigmoid()
-        return -F.logsigmoid(logit) * (1 - share) + (-logit).exp() * share
-
-    def cpo(self, pairs: Pairs) -> Tensor:
-        """DPO with a uniform reference (CPO, arXiv:2401.08417, eq. 3)."""
-        return -F.logsigmoid(self.beta * (pairs.logps[:, 0] - pairs.logps[:, 1]))
-
-    def simpo(self, pairs: Pairs) -> Tensor:
-        """Mean log-probabilities apart by a margin (SimPO, arXiv:2405.14734, eq. 6)."""
-        means = pairs.logps / pairs.num_tokens
-        return -F.logsigmoid(self.beta * (means[:, 0] - means[:, 1]) - self.simpo_gamma)
+def pair_losses(pairs: Pairs, settings: PairLossSettings) -> Tensor:
+    """Return the weighted sum of the losses of each pair. Shapes: [P], with its graph."""
+    total = torch.zeros_like(pairs.delta)
+    for loss, weight in settings.weights.items():
+        total = total + weight * LOSSES[loss](pairs, settings)
+    return total
 
 
-LOSSES: Mapping[str, Callable[[PairLoss, Pairs], Tensor]] = {name: getattr(PairLoss, name) for name in LOSS_TYPES}
+def compares_means(settings: PairLossSettings) -> bool:
+    """Return whether rewards are of log-probabilities per token, without a reference."""
+    return not {"simpo", "orpo"}.isdisjoint(settings.weights)
+
+
+def _sigmoid(pairs: Pairs, settings: PairLossSettings) -> Tensor:
+    """-log sigma(beta delta) (DPO, arXiv:2305.18290, eq. 7)."""
+    return -F.logsigmoid(settings.beta * pairs.delta)
+
+
+def _sigmoid_norm(pairs: Pairs, settings: PairLossSettings) -> Tensor:
+    """The same with log-ratios per token (Tulu 3, arXiv:2411.15124)."""
+    return -F.logsigmoid(settings.beta * pairs.mean_delta)
+
+
+def _ipo(pairs: Pairs, settings: PairLossSettings) -> Tensor:
+    """(delta - 1 / (2 beta))^2 (IPO, arXiv:2310.12036, eq. 17), with log-ratios per token, as TRL has it."""
+    return (pairs.mean_delta - 1 / (2 * settings.beta)).square()
+
+
+def _hinge(pairs: Pairs, settings: PairLossSettings) -> Tensor:
+    """max(0, 1 - beta delta) (SLiC-HF, arXiv:2305.10425)."""
+    return torch.relu(1 - settings.beta * pairs.delta)
+
+
+def _robust(pairs: Pairs, settings: PairLossSettings) -> Tensor:
+    """The unbiased loss if a share of the labels is flipped (rDPO, arXiv:2403.00409)."""
+    logit, flipped = settings.beta * pairs.delta, settings.label_smoothing
+    return (flipped * F.logsigmoid(-logit) - (1 - flipped) * F.logsigmoid(logit)) / (1 - 2 * flipped)
+
+
+def _exo_pair(pairs: Pairs, settings: PairLossSettings) -> Tensor:
+    """The reverse divergence from the smoothed preference (EXO, arXiv:2402.00856, eq. 16)."""
+    logit, smoothing = settings.beta * pairs.delta, torch.tensor(settings.label_smoothing)
+    wins = F.logsigmoid(logit) - torch.log1p(-smoothing)
+    loses = F.logsigmoid(-logit) - smoothing.log()
+    return logit.sigmoid() * wins + (-logit).sigmoid() * loses
+
+
+def _nca_pair(pairs: Pairs, settings: PairLossSettings) -> Tensor:
+    """Noise-contrastive alignment for two answers (NCA, arXiv:2402.05369)."""
+    rewards = settings.beta * pairs.ratios
+    return -F.logsigmoid(rewards[:, 0]) - 0.5 * F.logsigmoid(-rewards).sum(1)
+
+
+def _bco_pair(pairs: Pairs, settings: PairLossSettings) -> Tensor:
+    """Two binary classifications (BCO, arXiv:2404.04656), without its moving reference point."""
+    rewards = settings.beta * pairs.ratios
+    return -F.logsigmoid(rewards[:, 0]) - F.logsigmoid(-rewards[:, 1])
+
+
+def _sppo_hard(pairs: Pairs, settings: PairLossSettings) -> Tensor:
+    """Squared distances of the log-ratios from +-1 / (2 beta) (SPPO, arXiv:2405.00675, eq. 4.7, P = 0 or 1)."""
+    goal = 0.5 / settings.beta
+    return (pairs.ratios[:, 0] - goal).square() + (pairs.ratios[:, 1] + goal).square()
+
+
+def _apo_zero(pairs: Pairs, settings: PairLossSettings) -> Tensor:
+    """Chosen up, rejected down (APO, arXiv:2408.06266, eq. 7)."""
+    rewards = settings.beta * pairs.ratios
+    return (-rewards[:, 0]).sigmoid() + rewards[:, 1].sigmoid()
+
+
+def _apo_down(pairs: Pairs, settings: PairLossSettings) -> Tensor:
+    """Both down, the rejected further (APO, arXiv:2408.06266, eq. 8)."""
+    return (settings.beta * pairs.ratios[:, 0]).sigmoid() + (-settings.beta * pairs.delta).sigmoid()
+
+
+def _discopop(pairs: Pairs, settings: PairLossSettings) -> Tensor:
+    """A blend of the logistic and the exponential loss (DiscoPOP, arXiv:2406.08414, eq. 5)."""
+    logit = settings.beta * pairs.delta
+    share = (logit / settings.discopop_tau).sigmoid()
+    return -F.logsigmoid(logit) * (1 - share) + (-logit).exp() * share
+
+
+def _cpo(pairs: Pairs, settings: PairLossSettings) -> Tensor:
+    """DPO with a uniform reference (CPO, arXiv:2401.08417, eq. 3)."""
+    return -F.logsigmoid(settings.beta * (pairs.logps[:, 0] - pairs.logps[:, 1]))
+
+
+def _simpo(pairs: Pairs, settings: PairLossSettings) -> Tensor:
+    """Mean log-probabilities apart by a margin (SimPO, arXiv:2405.14734, eq. 6)."""
+    means = pairs.logps / pairs.num_tokens
+    return -F.logsigmoid(settings.beta * (means[:, 0] - means[:, 1]) - settings.simpo_gamma)
+
+
+def _orpo(pairs: Pairs, settings: PairLossSettings) -> Tensor:
+    """-beta log sigma(log odds ratio), with mean log-probabilities (ORPO, arXiv:2403.07691, eq. 7)."""
+    means = pairs.logps / pairs.num_tokens
+    odds = means - (-torch.expm1(means.clamp(max=NEARLY_CERTAIN))).log()
+    return -settings.beta * F.logsigmoid(odds[:, 0] - odds[:, 1])
+
+
+LOSSES: Mapping[str, Callable[[Pairs, PairLossSettings], Tensor]] = {
+    "sigmoid": _sigmoid,
+    "sigmoid_norm": _sigmoid_norm,
+    "ipo": _ipo,
+    "hinge": _hinge,
+    "robust": _robust,
+    "exo_pair": _exo_pair,
+    "nca_pair": _nca_pair,
+    "bco_pair": _bco_pair,
+    "sppo_hard": _sppo_hard,
+    "apo_zero": _apo_zero,
+    "apo_down": _apo_down,
+    "discopop": _discopop,
+    "cpo": _cpo,
+    "simpo": _simpo,
+    "orpo": _orpo,
+}
 """Losses by name."""

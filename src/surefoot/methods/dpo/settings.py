@@ -1,12 +1,14 @@
 """The settings of direct preference optimisation, and the conflicts among them."""
 
-from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal, get_args
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from surefoot.config.reference import reference_conflicts
-from surefoot.config.schema import PAIR, Contradiction, RowKind, RunConfig
+from surefoot.config.preference import PreferenceConfig
+from surefoot.config.schema import PAIR, Contradiction, RowKind
 
 LossType = Literal[
     "sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero",
@@ -18,11 +20,35 @@ SMOOTHED = {"robust": 0.5, "exo_pair": 1.0}
 """Losses that use `label_smoothing`, which must be less than this."""
 
 
-class DpoConfig(RunConfig):
-    """Settings of a run with `method: dpo`."""
+@dataclass(frozen=True)
+class PairLossSettings:
+    """The loss of a pair, with its parameters."""
+
+    weights: Mapping[str, float]
+    """Weight of each loss by its name."""
+    beta: float
+    label_smoothing: float = 0.0
+    discopop_tau: float = 0.05
+    simpo_gamma: float = 0.5
+    ld_alpha: float | None = None
+    sft_weight: float = 0.0
+
+
+class PairConfig(PreferenceConfig):
+    """Settings of a run on pairs of a chosen and a rejected answer."""
 
     implementation: ClassVar[str] = "surefoot.methods.dpo.method:Dpo"
     row: ClassVar[RowKind] = PAIR
+
+    @property
+    @abstractmethod
+    def loss_settings(self) -> PairLossSettings:
+        """The loss of a pair."""
+
+
+class DpoConfig(PairConfig):
+    """Settings of a run with `method: dpo`."""
+
     learning_rate_share: ClassVar[float] = 0.1
     """2e-5 with LoRA for 8B, in the range of TRL's default (1e-6) and published recipes with LoRA (5e-6 to 5e-5)."""
 
@@ -30,12 +56,9 @@ class DpoConfig(RunConfig):
     """Direct preference optimisation: the chosen of two answers becomes likelier than the rejected one."""
     loss_type: LossType | Annotated[list[LossType], Field(min_length=1)] = "sigmoid"
     """Loss of a pair, or a list of losses that are added with `loss_weights`. `cpo` and `simpo` need no reference; the
-    others measure how far an answer's likelihood has moved from that of the model without its adapter."""
+    others measure how far an answer's likelihood has moved from that under the model that training began with."""
     loss_weights: list[Annotated[float, Field(ge=0, le=1e6)]] | None = None
     """Weight of each of several losses. Default: 1 for each."""
-    beta: float = Field(default=0.1, gt=0, le=1e4)
-    """Scale of the log-ratios, in the loss and in the rewards that are logged. With ipo the strength of the
-    regularisation."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """Probability that a preference is the wrong way round (robust, exo_pair)."""
     discopop_tau: float = Field(default=0.05, gt=0)
@@ -54,14 +77,23 @@ class DpoConfig(RunConfig):
         return self.loss_type if isinstance(self.loss_type, list) else [self.loss_type]
 
     @property
-    def weights_of_losses(self) -> list[float]:
-        """The weight of each loss."""
-        return self.loss_weights if self.loss_weights is not None else [1.0] * len(self.loss_types)
+    def loss_settings(self) -> PairLossSettings:
+        """The loss of a pair."""
+        weights: dict[str, float] = {}
+        for loss, weight in zip(self.loss_types, self.loss_weights or [1.0] * len(self.loss_types), strict=True):
+            weights[loss] = weights.get(loss, 0.0) + weight
+        names = (setting.name for setting in fields(PairLossSettings) if setting.name != "weights")
+        return PairLossSettings(weights, **{name: getattr(self, name) for name in names})
 
     @property
     def needs_reference(self) -> bool:
         """Whether any of the losses compares with the reference."""
         return not REFERENCE_FREE.issuperset(self.loss_types)
+
+    @property
+    def reference_settings(self) -> dict[str, Any]:
+        """`ld_alpha`, which weighs the tokens of an answer."""
+        return {"ld_alpha": self.ld_alpha}
 
     def contradictions(self, non_default: set[str]) -> Iterator[Contradiction]:
         """Yield conflicts of settings. `non_default`: names of those that differ from the default."""
@@ -74,19 +106,10 @@ class DpoConfig(RunConfig):
                 "loss_type",
             )
         yield from self._check_parameters(non_default)
-        if self.needs_reference:
-            demanding = next(loss for loss in self.loss_types if loss not in REFERENCE_FREE)
-            yield from reference_conflicts(
-                self, f"loss_type={demanding}", "set loss_type: simpo or cpo, which need no reference", "loss_type"
+        if self.train_on != "assistant":
+            yield Contradiction(
+                f"train_on={self.train_on} with method: dpo: the answers alone are compared. Drop it", "train_on"
             )
-        unavailable = {
-            "train_on": self.train_on != "assistant",
-            "lora_dropout": self.lora_dropout > 0 and self.tuning == "lora",
-            "router_aux_loss_coef": self.router_aux_loss_coef > 0,
-            "compile": self.compile,
-        }
-        for name in (name for name, is_set in unavailable.items() if is_set):
-            yield Contradiction(f"{name}={getattr(self, name)} is not available with method: dpo. Drop it", name)
 
     def _check_parameters(self, non_default: set[str]) -> Iterator[Contradiction]:
         """Yield parameters of losses that the run does not have, and values that those it has cannot take."""

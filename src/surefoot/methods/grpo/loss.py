@@ -1,4 +1,4 @@
-"""Group relative policy optimisation: the loss over completions with advantages, in the variants of six papers."""
+"""Group relative policy optimisation: the loss over completions with advantages, in the variants of seven papers."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -44,6 +44,8 @@ class PolicyLoss:
     knows_rollout_logprobs: bool = True
     """Whether the engine's logprobs can be compared with the trainer's; without, nothing is corrected."""
     importance_floor: float = 0.0
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
 
     @staticmethod
     def of(config: GrpoConfig) -> "PolicyLoss":
@@ -61,7 +63,8 @@ class PolicyLoss:
         grpo, dapo, dr_grpo, bnpo: -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A), r of each token (PPO,
         arXiv:1707.06347, eq. 7; GRPO, arXiv:2402.03300, eq. 3). gspo: the same with r of the whole completion, the
         geometric mean of its tokens' (arXiv:2507.18071, eq. 7). cispo: -min(r, epsilon_high) A log p, with no gradient
-        through r (arXiv:2506.13585, eq. 4).
+        through r (arXiv:2506.13585, eq. 4). sapo: -4 / t sigma(t (r - 1)) A, with t by the sign of A, which bounds the
+        ratio smoothly (arXiv:2511.20347, eq. 6).
         Times p_old / p_rollout, because the engine's numbers are not the trainer's: from `importance_floor` up to
         `importance_cap` (truncate: importance sampling as in IMPALA, arXiv:1802.01561, eq. 1) or 0 outside (mask:
         IcePop, arXiv:2510.18855); sequence_truncate and sequence_mask: the product over the completion, as TRL has it.
@@ -84,6 +87,10 @@ class PolicyLoss:
         if self.loss_type == "cispo":
             losses = -ratio.detach().clamp(max=self.epsilon_high) * advantages * logprobs
             is_clipped = ratio > self.epsilon_high
+        elif self.loss_type == "sapo":
+            temperature = torch.where(advantages > 0, self.sapo_temperature_pos, self.sapo_temperature_neg)
+            losses = -4 / temperature * (temperature * (ratio - 1)).sigmoid() * advantages
+            is_clipped = torch.zeros_like(ratio)
         else:
             clipped = ratio.clamp(1 - self.epsilon, 1 + self.epsilon_high)
             losses = -torch.min(ratio * advantages, clipped * advantages)

@@ -11,10 +11,10 @@ from math import inf, isnan
 from typing import Any
 
 from surefoot.data.collate import MicroBatch
-from surefoot.data.dataset import Dataset
+from surefoot.data.dataset import Dataset, SampleKey
 from surefoot.data.images import Image
 from surefoot.data.row_formats import IN_THE_ROW
-from surefoot.data.sampler import Position, SampleKey, StepBatch
+from surefoot.data.sampler import Position, StepBatch
 from surefoot.errors import DataError, StoppedOnFinding, SurefootError
 from surefoot.events import CompletionsMade, Event, FindingMade, Heartbeat
 from surefoot.methods.base import LAST_WAIT_S, Interrupted, MethodContext

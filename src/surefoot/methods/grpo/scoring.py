@@ -113,7 +113,9 @@ class GroupScorer:
     def build_trajectories(self, groups: Sequence[Group]) -> tuple[list[Trajectory], list[dict[str, Any]]]:
         """Return the trajectories to train on, and their lines of completions.jsonl. Masked ones have weight 0."""
         config = self._config
-        group_advantages = advantages([group.totals for group in groups], config.scale_rewards)
+        group_advantages = advantages(
+            [group.totals for group in groups], config.deviation_scope, config.advantage_estimator
+        )
         rows = [
             (group.prompt, completion, advantage)
             for group, values in zip(groups, group_advantages, strict=True)

@@ -6,10 +6,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from surefoot.config.reference import reference_conflicts
 from surefoot.config.rollout import RolloutConfig
 from surefoot.config.schema import Contradiction, Free, Item, RunConfig
 
+DEFAULT_SCOPES: dict[str, Literal["group", "batch", "none"]] = {
+    "grpo": "group", "rloo": "none", "reinforce_plus_plus": "batch",
+}  # fmt: skip
+"""`scale_rewards` of each advantage estimator, as in ms-swift."""
 Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
 
 
@@ -60,22 +63,30 @@ class GrpoConfig(RolloutConfig):
     """Seconds that a reward function may take for one group; a slower call is ended, and its completions are masked."""
     reward_num_proc: Free[int] = Field(default=1, gt=0, le=256)
     """Worker processes of each rank for reward functions."""
-    loss_type: Literal["grpo", "dapo", "dr_grpo", "bnpo", "gspo", "cispo"] = "dapo"
+    loss_type: Literal["grpo", "dapo", "dr_grpo", "bnpo", "gspo", "cispo", "sapo"] = "dapo"
     """How a token's ratio and advantage become a loss, and what the loss is averaged over. See docs/grpo.md."""
     epsilon: float | None = Field(default=None, ge=0, lt=1)
     """Ratios below 1 - epsilon are clipped. Default: 0.2; for gspo 3e-4. cispo clips no small ratio."""
     epsilon_high: float | None = Field(default=None, ge=0)
     """Ratios above 1 + epsilon_high are clipped. Default: epsilon; for gspo 4e-4, if epsilon is not set either. For
     cispo it is the largest ratio itself: 5."""
+    sapo_temperature_pos: float = Field(default=1.0, gt=0, le=100)
+    """Steepness with which sapo bounds the ratios of tokens with a positive advantage."""
+    sapo_temperature_neg: float = Field(default=1.05, gt=0, le=100)
+    """The same for other tokens: a steeper bound gives them less weight where ratios are far from 1."""
     beta: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence from the model without its adapter. 0 does not compute it."""
     num_iterations: int = Field(default=1, gt=0)
     """Optimizer steps on the same completions."""
+    advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus"] = "grpo"
+    """What a reward is compared with. `grpo`: the mean of its group. `rloo`: the mean of the others in its group.
+    `reinforce_plus_plus`: the mean of its group, and then the deviation is that of all such differences of the step."""
     scale_rewards: Annotated[
-        Literal["group", "batch", "none"],
+        Literal["group", "batch", "none"] | None,
         BeforeValidator(lambda value: {True: "group", False: "none"}[value] if isinstance(value, bool) else value),
-    ] = "group"
-    """Advantages are divided by the standard deviation of the rewards of the group, of the step, or not at all."""
+    ] = None
+    """Advantages are divided by the standard deviation of the rewards of the group, of the step, or not at all.
+    Default: group; none with `rloo`; batch with `reinforce_plus_plus`."""
     importance_correction: Literal["truncate", "mask", "sequence_truncate", "sequence_mask", "none"] = "truncate"
     """Correction of tokens whose probability in sampling differs from that in training. `truncate`: their ratio,
     clamped to `importance_floor` and `importance_cap`. `mask`: their ratio, 0 outside these. `sequence_truncate`,
@@ -96,6 +107,11 @@ class GrpoConfig(RolloutConfig):
     """Replace groups whose rewards are all equal, which have no learning signal, by groups of the next prompts."""
     dynamic_sampling_tries: int = Field(default=3, gt=0)
     """Rounds of such replacements in a step; after them the step trains on the groups that it has."""
+
+    @property
+    def deviation_scope(self) -> Literal["group", "batch", "none"]:
+        """The rewards whose standard deviation advantages are divided by."""
+        return self.scale_rewards or DEFAULT_SCOPES[self.advantage_estimator]
 
     @property
     def steps_per_batch(self) -> int:
@@ -171,8 +187,32 @@ class GrpoConfig(RolloutConfig):
 
     def _check_divergence(self) -> Iterator[Contradiction]:
         """Yield why `beta` has no reference: no model without its adapter, or one that training did not begin with."""
-        if self.beta:
-            yield from reference_conflicts(self, f"beta={self.beta}", "set beta: 0", "beta")
+        if not self.beta:
+            return
+        demand = f"beta={self.beta}"
+        if self.tuning == "full":
+            yield Contradiction(
+                f"{demand} with tuning=full: the reference is the model without its adapter, and full fine-tuning has "
+                "none. Set tuning: lora, or set beta: 0",
+                "beta",
+                "tuning",
+            )
+            return
+        if self.trains_routers:
+            yield Contradiction(
+                f"{demand} with router in target_modules: routers are trained in full, so the model without its "
+                "adapter is not the one that training began with. Leave router out, or set beta: 0",
+                "beta",
+                "target_modules",
+            )
+        if self.init_adapter:
+            yield Contradiction(
+                f"{demand} with init_adapter: the reference is the model without any adapter, so the loss would pull "
+                "the model back to its state before that adapter was trained. Merge it first (`surefoot export RUN "
+                "FOLDER --merge`) and start from the result, or set beta: 0",
+                "beta",
+                "init_adapter",
+            )
 
     def _check_loss(self) -> Iterator[Contradiction]:
         if self.soft_overlong_length > self.max_completion_length:
@@ -194,6 +234,21 @@ class GrpoConfig(RolloutConfig):
             yield Contradiction(
                 f"epsilon={self.epsilon} with loss_type=cispo, which clips no small ratio. Drop it", "epsilon"
             )
+        for name in ("epsilon", "epsilon_high") if self.loss_type == "sapo" else ():
+            if getattr(self, name) is not None:
+                yield Contradiction(
+                    f"{name}={getattr(self, name)} with loss_type=sapo, which clips no ratio: sapo_temperature_pos and "
+                    "sapo_temperature_neg bound them. Drop it",
+                    name,
+                    "loss_type",
+                )
+        for name in ("sapo_temperature_pos", "sapo_temperature_neg") if self.loss_type != "sapo" else ():
+            if getattr(self, name) != type(self).model_fields[name].default:
+                yield Contradiction(
+                    f"{name}={getattr(self, name)} with loss_type={self.loss_type}: only sapo reads it. Drop it",
+                    name,
+                    "loss_type",
+                )
 
     def _check_corrections(self) -> Iterator[Contradiction]:
         """Yield conflicts between how completions are generated and how the loss corrects for it."""

@@ -1,0 +1,1 @@
+"""Odds-ratio preference optimisation."""
