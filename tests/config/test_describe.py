@@ -89,5 +89,5 @@ def test_each_setting_is_described_with_the_methods_that_have_it() -> None:
     assert "methods" not in described["lora_rank"]
     assert described["num_generations"]["methods"] == ["grpo"]
     assert described["beta"]["methods"] == ["grpo"]
-    assert described["beta (dpo)"]["methods"] == ["dpo"]
-    assert described["beta (dpo)"]["default"] == 0.1
+    assert described["beta (dpo, kto, orpo)"]["methods"] == ["dpo", "kto", "orpo"]
+    assert described["beta (dpo, kto, orpo)"]["default"] == 0.1

@@ -114,11 +114,12 @@ def test_settings_of_any_type_refuse_or_take_any_value(tmp_path: Path, field: st
 
 
 def test_no_number_of_a_config_is_infinite_or_none(tmp_path: Path) -> None:
-    owners = {"grpo": "method: grpo\nreward_funcs: [length]\n", "dpo": "method: dpo\n"}
+    rewards = {"grpo": "reward_funcs: [length]\n"}
     for name, field in known_fields().items():
         if field.annotation is float or field.annotation == float | None:
             for value in (".nan", ".inf", "-.inf", "1e999"):
-                own = "" if name in RunConfig.model_fields else owners[methods_with(name)[0]]
+                method = "sft" if name in RunConfig.model_fields else methods_with(name)[0]
+                own = f"method: {method}\n{rewards.get(method, '')}"
                 assert f"{name}=" in refusal(tmp_path, f"{own}{name}: {value}\n")
     assert "phase_timeout_s" in refusal(tmp_path, "phase_timeout_s: {save: .nan}\n")
     assert "reward_weights" in refusal(tmp_path, "method: grpo\nreward_funcs: [length]\nreward_weights: [.nan]\n")

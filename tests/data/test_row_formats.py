@@ -146,6 +146,7 @@ def test_weights_reasoning_and_other_keys() -> None:
         assert convert(messages=[USER, {**ASSISTANT, key: value}]).messages[1].weight == weight
     for key in ("reasoning_content", "reasoning", "thinking"):
         assert convert(messages=[USER, {**ASSISTANT, key: "so"}]).messages[1].reasoning == "so"
+        assert convert(messages=[USER, {**ASSISTANT, key: " "}]).messages[1].reasoning is None, "an export's empty text"
     for part in ({"thinking": "so"}, {"text": "so"}, {"thinking": [{"type": "text", "text": "so"}]}):
         content = [{"type": "thinking", **part}, {"type": "text", "text": "hello"}]
         answer = convert(messages=[USER, {"role": "assistant", "content": content}]).messages[1]

@@ -120,6 +120,44 @@ def test_a_header_behind_a_result_that_the_prompt_lacks_is_not_trained() -> None
     assert text.text[text.spans[1].begin : text.spans[1].end] == "yes<|im_end|>"
 
 
+def test_a_role_that_ends_in_a_space_is_no_part_of_the_turn() -> None:
+    """As in LLaVA-OneVision's template, whose generation prompt has none."""
+    tokenizer = copy.deepcopy(tokenizer_of("qwen2.5"))
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }} \n{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    text = template_of("qwen2.5", tokenizer).render(Conversation((ASKED, ANSWERED, ASKED, ANSWERED)))
+    assert [text.text[span.begin : span.end] for span in text.spans] == ["yes<|im_end|>"] * 2
+
+
+def test_a_turn_without_a_thought_is_trained_where_the_prompt_behind_a_result_begins_one() -> None:
+    """As in Gemma 4's template of 2026 with thoughts switched on: behind a result it writes no header."""
+    tokenizer = copy.deepcopy(tokenizer_of("gemma4"))
+    assert isinstance(tokenizer.chat_template, str)
+    tokenizer.chat_template += (
+        "{%- if add_generation_prompt and state.last == 'result' and enable_thinking %}<|channel>thought\n{%- endif %}"
+    )
+    source = RendererSource.of(tokenizer, {"enable_thinking": True}, parse_special_tokens=False)
+    called = replace(CALLED, reasoning="look up")
+    text = ChatTemplate(source.template).render(Conversation((ASKED, called, SHOWN, ANSWERED), tools=(TOOL,)))
+    assert text.text[text.spans[1].begin : text.spans[1].end] == "yes<turn|>"
+
+
+def test_an_end_that_is_not_written_is_found_where_the_last_turn_begins_in_another_way() -> None:
+    """As in GLM-5.1's template, which writes an empty thought before the last answer alone."""
+    tokenizer = copy.deepcopy(tokenizer_of("glm4"))
+    tokenizer.chat_template = (
+        "[gMASK]<sop>{% for m in messages %}<|{{ m.role }}|>"
+        "{% if m.role == 'assistant' %}{{ '<think></think>' if loop.last else '</think>' }}{% endif %}{{ m.content }}"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
+    )
+    source = RendererSource.of(tokenizer, {}, parse_special_tokens=False)
+    text = ChatTemplate(source.template).render(Conversation((ASKED, ANSWERED)))
+    (span,) = text.spans
+    assert text.text[span.begin : span.end] == "</think>yes<|user|>"
+
+
 def test_words_that_stand_behind_a_result_are_named_where_no_header_follows() -> None:
     """As in another version of Gemma 4's template."""
     tokenizer = copy.deepcopy(tokenizer_of("qwen2.5"))

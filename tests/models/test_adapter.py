@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModel, AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -345,6 +345,19 @@ def test_broken_adapters_and_bases_are_named(
         path.write_bytes(part)
         with pytest.raises(ModelError, match=rf"{path.name}: "):
             merge_adapter(base, adapter, tmp_path / "merged")
+
+
+def test_an_adapter_names_its_class_where_auto_classes_would_open_another(tmp_path: Path) -> None:
+    """AutoModelForCausalLM opens Qwen3.5 without its tower, in which the adapter's names match nothing."""
+    torch.manual_seed(0)
+    base = tmp_path / "base"
+    tiny_model("qwen3_5_moe").save_pretrained(base)
+    built, settings = trained_model(base, "qwen3_5_moe", targets=("attention",))
+    with generating(built.model):
+        wanted = logits_of(built.model, 100)
+    adapter = save(built, settings, tmp_path / "adapter", base)
+    for auto in (AutoPeftModel, AutoPeftModelForCausalLM):
+        torch.testing.assert_close(logits_of(auto.from_pretrained(adapter), 100), wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_experts_that_are_stored_transposed_stay_so_in_a_merged_folder(tmp_path: Path) -> None:

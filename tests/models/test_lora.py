@@ -268,6 +268,11 @@ def test_a_target_that_matches_nothing_names_the_nearest() -> None:
         find_targets(make_model("qwen3_moe"), ["qproj"])
     with pytest.raises(ModelError, match=r"'gate_proj' .*fused tensors: the group `experts`"):
         find_targets(make_model("qwen3_moe"), ["attention", "gate_proj"])
+    with pytest.raises(
+        ModelError, match=r"or their own names \(experts\.down_proj, experts\.gate_up_proj\)"
+    ) as refused:
+        find_targets(make_model("qwen3_moe"), ["gate_up_proj"])
+    assert "Nearest: gate_up_proj," not in str(refused.value)
     with pytest.raises(ModelError, match="'experts' .*empty .*LlamaForCausalLM"):
         find_targets(make_model("llama"), ["experts"])
     with pytest.raises(ModelError, match=r"'self_attn\.\(q\|v\)_proj' .*whole names.* model\.layers\.0\."):

@@ -1,6 +1,7 @@
 """Runs of quantised models: trained, resumed, exported in bfloat16, planned, checked and completed with."""
 
 import json
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -61,6 +62,18 @@ def test_an_adapter_is_merged_in_bfloat16(
     assert before.weights.keys() == after.weights.keys()
     assert not all(torch.equal(before.read(weight), after.read(weight)) for weight in before.weights)
     torch.testing.assert_close(logits_of(model), logits_of(wanted), rtol=0.05, atol=0.01)
+
+
+def test_infinity_in_the_config_of_a_quantised_base_stays_in_the_merged_one(
+    released: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """As Mamba 2 has it for time_step_limit."""
+    base = Path(shutil.copytree(released("fp8"), tmp_path / "base"))
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "time_step_limit": [0.0, float("inf")]}))
+    built, settings = trained_model(base, "fp8", targets=("attention",))
+    merged = merge_adapter(base, save(built, settings, tmp_path / "adapter", base), tmp_path / "merged")
+    assert json.loads((merged / "config.json").read_text())["time_step_limit"] == [0.0, float("inf")]
 
 
 @pytest.mark.parametrize("most_bytes", [40_000, 10_000_000])

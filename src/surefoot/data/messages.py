@@ -108,6 +108,7 @@ class MessageReader:
         if calls and role not in ("assistant", "calls"):
             raise BadRow(f"{name} ({role}) has tool calls; only the assistant can call tools")
         check_texts(others, name)
+        reasoning = reasoning if reasoning and reasoning.strip() else None  # exports write "" where there is none
         message_role: Role = "assistant" if role == "calls" else role  # type: ignore[assignment]
         content = content if parts.images else text_of(content, name)  # its parts are checked already
         message = Message(message_role, content, calls, reasoning, weight, others, parts.images, str(raw_role))

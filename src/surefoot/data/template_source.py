@@ -76,7 +76,15 @@ class Template:
     @cached_property
     def thinking(self) -> "Template":
         """The template with thoughts switched on, under the name that most templates have for it."""
-        return Template(replace(self.source, kwargs={**self.source.kwargs, "enable_thinking": True}))
+        return self._with_thinking(True)
+
+    @cached_property
+    def not_thinking(self) -> "Template":
+        """The template with thoughts switched off, under the same name."""
+        return self._with_thinking(False)
+
+    def _with_thinking(self, value: bool) -> "Template":
+        return Template(replace(self.source, kwargs={**self.source.kwargs, "enable_thinking": value}))
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, add_generation_prompt: bool = False

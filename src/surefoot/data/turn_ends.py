@@ -134,9 +134,13 @@ def _ends_each_call(template: Template, token: str) -> bool:
 def _find_unwritten_end(
     template: Template, messages: Sequence[Message], tools: Sequence[dict[str, Any]], word: str
 ) -> str:
-    """Return the special token, and white space before it, with which the text goes on for the last of the messages."""
+    """Return the special token, and white space before it, with which the text goes on for the last of the messages.
+
+    The message before it ends with `word`, and may begin in another way when it is the last (GLM-5.1).
+    """
     text, before = template.try_render(messages, tools), template.try_render(messages[:-1], tools)
-    if text is None or before is None or word not in before or not text.startswith(before):
+    if text is None or before is None or word not in before or word not in text:
         return ""
-    match = template.control.search(text, len(before))
-    return text[len(before) : match.end()] if match is not None else ""
+    rest, tail = (each[each.rfind(word) + len(word) :] for each in (text, before))
+    match = template.control.search(rest, len(tail))
+    return rest[len(tail) : match.end()] if rest.startswith(tail) and match is not None else ""

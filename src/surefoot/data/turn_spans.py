@@ -109,13 +109,14 @@ class TurnFinder:
         return min((begin for begin in begins if begin is not None), default=None)
 
     def _find_thought(self, marked: Sequence[Message], anchor: int, index: int) -> int | None:
-        """Return where turn `index` begins if it has a thought: behind a prompt that asks for one.
+        """Return where turn `index` begins, behind a prompt that asks for a thought if it has one, else for none.
 
-        Without thoughts switched on, a prompt may hold an empty one, of which the text has the beginning alone.
+        Without thoughts switched on, a prompt may hold an empty one, of which the text has the beginning alone. With
+        thoughts switched on, it may begin one that the text does not have.
         """
-        if self._messages[index].reasoning is None:
-            return None
-        prompt = self._render_tail(marked, add_generation_prompt=True, template=self._template.thinking)
+        has_thought = self._messages[index].reasoning is not None
+        template = self._template.thinking if has_thought else self._template.not_thinking
+        prompt = self._render_tail(marked, add_generation_prompt=True, template=template)
         is_there = prompt is not None and self.text.startswith(prompt, anchor)
         return anchor + len(prompt) if prompt is not None and is_there else None
 
@@ -133,7 +134,7 @@ class TurnFinder:
     def _find_header(self, prompt: str, anchor: int, index: int) -> int | None:
         """Return the end of the header of turn `index`: what the text shares with the generation prompt.
 
-        It ends with a special token, or with the line that this begins (a role).
+        It ends with a special token, or with the line that this begins (a role), which may end in spaces.
         """
         first = self._template.control.search(prompt)
         if first is None:
@@ -146,6 +147,9 @@ class TurnFinder:
         shared = commonprefix([self.text[at : at + len(prompt)], prompt])  # noqa: RUF071 - these are no paths
         end = [match.end() for match in self._template.control.finditer(shared)][-1]
         line = _LINE.match(shared, end)
+        role = _LINE.match(prompt, end)
+        if line is None and role is not None and (name := role.group().strip()):  # LLaVA-OneVision
+            line = re.compile(f"{re.escape(name)}[^\\S\n]*\n").match(self.text[at:], end)
         return at + (line.end() if line else end)
 
     def _render_tail(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from surefoot.errors import ModelError
@@ -80,9 +81,10 @@ def _build_peft_config(
     saved = {name.rpartition(".")[0] for name in parameters if not is_lora(name)}
     routers = {name for name in saved if not any(name.startswith(f"{owner}.") for owner in saved)}
     modules, target_parameters = split_targets(model, linears, stacks)
+    auto_mapping = _name_class(model)
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        **({"task_type": None, "auto_mapping": auto_mapping} if auto_mapping else {"task_type": "CAUSAL_LM"}),
         "base_model_name_or_path": base_model,
         "inference_mode": True,
         "r": settings.rank,
@@ -95,6 +97,21 @@ def _build_peft_config(
         "target_parameters": sorted(target_parameters) or None,
         "modules_to_save": sorted({_name_for_peft(name, routers, model) for name in routers}) or None,
     }
+
+
+def _name_class(model: PreTrainedModel) -> dict[str, str] | None:
+    """Return the class that an adapter is of, as PEFT writes it, if AutoModelForCausalLM would open another.
+
+    It opens the language model of some vision-language checkpoints (Qwen3.5, Llama 4), whose modules have other names.
+    PEFT's automatic classes then open the class that is named here.
+    """
+    trained, opened = (
+        mapping.get(type(model.config), None)
+        for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING)
+    )
+    if trained is None or opened is None or opened is trained:
+        return None
+    return {"base_model_class": trained.__name__, "parent_library": trained.__module__}
 
 
 def _name_for_peft(router: str, routers: Collection[str], model: PreTrainedModel) -> str:

@@ -29,7 +29,7 @@ from surefoot.models.resolve_model import read_json_object, weight_files
 from surefoot.models.safetensors_writer import INDEX, write_files
 from surefoot.models.stored_layout import Place, StoredLayout
 from surefoot.models.vision import vision_names
-from surefoot.system.atomic_io import new_folder, write_json
+from surefoot.system.atomic_io import new_folder, write_json, write_text
 from surefoot.system.safetensors_header import read_header
 
 LAYER = re.compile(r"^.*\.layers\.\d+(?=\.)")
@@ -242,7 +242,9 @@ def _merge_quantised(base: Path, folder: Path, merger: _Merger) -> None:
         if isinstance(part, dict):
             part.pop("quantization_config", None)
             part |= dict.fromkeys({"dtype", "torch_dtype"} & part.keys(), "bfloat16")
-    write_json(folder / "config.json", config if "torch_dtype" in config else {**config, "dtype": "bfloat16"})
+    config = config if "torch_dtype" in config else {**config, "dtype": "bfloat16"}
+    # Infinity stays as the base has it: transformers reads it (Mamba's time_step_limit).
+    write_text(folder / "config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
 def _merge_file(source: Path, target: Path, merger: _Merger) -> None:

@@ -239,11 +239,12 @@ def _describe_missing_target(target: str, groups: dict[str, list[str]], model: P
             f"They are like {' and '.join(shown) or ', '.join(sorted(names)[:2])}. Groups: {', '.join(GROUPS)}."
         )
     endings = {".".join(name.split(".")[-2:]) for name in names} | {name.split(".")[-1] for name in names}
-    near = difflib.get_close_matches(target, [*GROUPS, *sorted(endings)], n=5, cutoff=0.4)
-    leaf_names = sorted({name.split(".")[-1] for name in names})
-    has_stacks = any(name.rpartition(".")[0].endswith("experts") for name in names)
-    has_stacks &= "experts." in target or target.rpartition(".")[2] in PARTS_OF_EXPERTS
-    fused = "The experts of this model are fused tensors: the group `experts` adapts them. " if has_stacks else ""
+    near = difflib.get_close_matches(target, [*GROUPS, *sorted(endings - {target})], n=5, cutoff=0.4)
+    leaf_names = sorted({name.split(".")[-1] for name in names} - {target})
+    stacks = {name.split(".")[-1] for name in names if name.rpartition(".")[0].endswith("experts")}
+    means_stacks = "experts." in target or target.rpartition(".")[2] in {*PARTS_OF_EXPERTS, *stacks}
+    fused = "The experts of this model are fused tensors: the group `experts` adapts them, or their own names "
+    fused = f"{fused}({', '.join(f'experts.{stack}' for stack in sorted(stacks))}). " if stacks and means_stacks else ""
     return (
         f"target_modules: '{target}' matches nothing in {model_name}. {fused}Nearest: {', '.join(near) or 'none'}. "
         f"Linear modules and expert stacks: {', '.join(leaf_names)}. Groups: {', '.join(GROUPS)}."

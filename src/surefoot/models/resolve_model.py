@@ -162,9 +162,13 @@ def read_json_object(path: Path, where: str | None = None) -> dict[str, Any]:
     except RecursionError as error:
         raise ModelError(f"{path}: not a readable JSON object: it is nested too deeply{place}.") from error
     except ValueError as error:
-        raise ModelError(f"{path}: not a readable JSON object: {error}{place}.") from error
+        raise ModelError(
+            f"{path}: not a readable JSON object: {error}. Correct it, or fetch it again{place}."
+        ) from error
     if not isinstance(content, dict):
-        raise ModelError(f"{path}: not a readable JSON object: it holds {shorten(content)}{place}.")
+        raise ModelError(
+            f"{path}: not a readable JSON object: it holds {shorten(content)}. Correct it, or fetch it again{place}."
+        )
     return content
 
 
