@@ -12,6 +12,7 @@ from surefoot.diagnostics.report.charts import charts
 from surefoot.diagnostics.report.run_history import read_run_history
 from tests.methods.test_dpo import pair_rows
 from tests.support.data import write_jsonl
+from tests.support.kills import kill_and_resume
 from tests.support.processes import surefoot as command
 from tests.support.runs import assert_same_run, numbers
 
@@ -117,6 +118,21 @@ def test_a_resumed_run_is_the_uninterrupted_one(kto: dict[str, Any], tmp_path: P
     surefoot.train({**kto, "output_dir": parts, "max_steps": 2}, screen=False)
     surefoot.train({**kto, "output_dir": parts}, screen=False)
     assert_same_run(Path(whole), Path(parts))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["dpo", "kto", "orpo"])
+def test_kill_9_at_five_moments_then_resume_bit_for_bit(kto: dict[str, Any], tmp_path: Path, method: str) -> None:
+    """A save at every step, so that many of the kills fall into one; the reference is stored before the first."""
+    changes: dict[str, Any] = {"method": method, "max_steps": 40, "save_steps": 1, "save_total_limit": 2}
+    if method != "kto":
+        changes["dataset"] = str(write_jsonl(tmp_path / "pairs.jsonl", pair_rows(24)))
+    if method != "orpo":
+        changes["precompute_ref_log_probs"] = True
+    settings = {**kto, **changes, "global_batch_size": 4}
+    whole = surefoot.train({**settings, "output_dir": str(tmp_path / "whole")}, screen=False)
+    resumed = kill_and_resume(settings, tmp_path, (1, 8, 15, 22, 30))
+    assert_same_run(whole.run_folder, resumed)
 
 
 @pytest.mark.slow

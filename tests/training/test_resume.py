@@ -40,8 +40,8 @@ from surefoot.training.run_summary import FindingLog
 from surefoot.training.sharded_tensors import ShardedTensors
 from tests.support.checkpoints import read_json, reseal, save_steps
 from tests.support.data import counting_rows, write_jsonl
+from tests.support.kills import kill_and_resume, start, wait_for_lines
 from tests.support.processes import surefoot as command
-from tests.support.processes import training_process
 from tests.support.runs import SignalAfter, assert_same_run, numbers, train_with
 
 pytestmark = pytest.mark.slow
@@ -83,43 +83,13 @@ def test_a_stopped_run_resumes_bit_for_bit(settings: dict[str, Any], tmp_path: P
     assert_same_run(whole.run_folder, resumed.run_folder)
 
 
-def start(settings: dict[str, Any], folder: Path) -> "subprocess.Popen[bytes]":
-    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
-    return subprocess.Popen(
-        [sys.executable, "-m", "surefoot", "train", str(folder / "run.yaml")],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-
-
-def wait_for_lines(path: Path, count: int, process: "subprocess.Popen[bytes]") -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and process.poll() is None:
-        if path.is_file() and path.read_bytes().count(b"\n") >= count:
-            return
-        time.sleep(0.002)
-
-
 @pytest.mark.long
 def test_kill_9_at_any_moment_then_resume_bit_for_bit(settings: dict[str, Any], tmp_path: Path) -> None:
     """A save at every step, so that many of the kills fall into one."""
     settings = {**settings, **EXACT, "max_steps": 60, "save_steps": 1, "save_total_limit": 2}
     whole = surefoot.train({**settings, "output_dir": str(tmp_path / "whole")}, screen=False)
-    run = Path(settings["output_dir"])
-    kills = 0
-    for lines in (3, 14, 27, 41):
-        process = start(settings, tmp_path)
-        wait_for_lines(run / "metrics.jsonl", lines, process)
-        time.sleep(0.013 * (lines % 5))
-        if process.poll() is None:
-            training_process(process.pid).kill()
-            kills += 1
-        process.wait(30)
-    assert kills >= 3
-    resumed = surefoot.train(settings, screen=False)
-    assert resumed.status == "completed"
-    assert not list((run / "checkpoints").glob(".*"))
-    assert_same_run(whole.run_folder, run)
+    resumed = kill_and_resume(settings, tmp_path, (3, 14, 27, 41))
+    assert_same_run(whole.run_folder, resumed)
 
 
 def test_sigterm_during_a_save_lets_it_finish(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

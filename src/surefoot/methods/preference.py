@@ -18,6 +18,7 @@ from surefoot.data.dataset import Dataset, SampleKey
 from surefoot.data.sampler import Position, StepBatch
 from surefoot.distributed.fsdp import reshard
 from surefoot.distributed.process_group import SINGLE_PROCESS, World, sum_over_ranks
+from surefoot.events import Notice
 from surefoot.methods.base import BatchTotals, Interrupted, LossTerms, MethodContext, Objective, TrainContext
 from surefoot.methods.row_method import RowMethod
 from surefoot.methods.stored_reference import ReferenceScorer, StoredReference
@@ -226,10 +227,14 @@ class PreferenceMethod(RowMethod):
                 device=device,
                 score=objective.score,
                 identity=identity,
+                announce=self._announce,
             )
             with train_context.forward_context():
                 self._references[id(dataset)] = scorer.complete(dataset, keys)
         reshard(train_context.model)
+
+    def _announce(self, count: int) -> None:
+        self.context.emit(Notice(f"computing the likelihoods of {count} rows under the model as training begins"))
 
     def _batches_to_score(self, dataset: Dataset, keys: Iterable[SampleKey]) -> Iterator[MicroBatch]:
         batches = self.context.data.batches_of(dataset, keys, "likelihoods of the reference")

@@ -39,7 +39,11 @@ class StoredReference:
 
     def of(self, keys: Iterable[SampleKey]) -> Tensor:
         """Return the log-probabilities of some samples. Shapes: [K, 2]."""
-        return self.logps[[self.begins[chunk] + sample for chunk, sample in keys]]
+        return self.logps[self.rows_of(keys)]
+
+    def rows_of(self, keys: Iterable[SampleKey]) -> list[int]:
+        """Return the rows of some samples in `logps`."""
+        return [self.begins[chunk] + sample for chunk, sample in keys]
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,10 @@ class ReferenceScorer:
     """Returns two log-probabilities of each sample of a batch, [samples, 2], without graph. Collective."""
     identity: Mapping[str, Any]
     """What the numbers depend on besides the data, as JSON values."""
+    announce: Callable[[int], None]
+    """Called with the number of samples to compute before the first of them."""
 
-    def complete(self, dataset: Dataset, keys: Iterable[SampleKey]) -> StoredReference:
+    def complete(self, dataset: Dataset, keys: Sequence[SampleKey]) -> StoredReference:
         """Return the reference of some samples, and keep it for further runs. Collective."""
         begins = [0, *accumulate(len(dataset.shard(number)) for number in range(len(dataset.chunks)))]
         path = self._path(dataset)
@@ -63,17 +69,18 @@ class ReferenceScorer:
         if self.ranks.is_first:
             stored = _read(path, stored.shape)
         reference = StoredReference(self._sum(stored), begins)
-        missing = [key for key in keys if reference.of([key]).isnan().any()]
+        is_missing = reference.of(keys).isnan().any(1).tolist()
+        missing = [key for key, is_absent in zip(keys, is_missing, strict=True) if is_absent]
         if not missing:
             return reference
+        self.announce(len(missing))
         computed = torch.zeros_like(stored)
         for batch in self.batches(missing):
             logps = self.score(batch.to(self.device))
             if not batch.is_dummy:
-                computed[[begins[chunk] + sample for chunk, sample in batch.sample_keys]] = logps.cpu()
-        computed = self._sum(computed)
-        for chunk, sample in missing:
-            reference.logps[begins[chunk] + sample] = computed[begins[chunk] + sample]
+                computed[reference.rows_of(batch.sample_keys)] = logps.cpu()
+        rows = reference.rows_of(missing)
+        reference.logps[rows] = self._sum(computed)[rows]
 
         def write() -> None:
             if self.ranks.is_first:
