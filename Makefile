@@ -64,6 +64,7 @@ docs: $(VENV)/.docs
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/data_vs_trl.py
 	$(BIN)/python benchmarks/sft_vs_trl.py
+	$(BIN)/python benchmarks/dpo_vs_trl.py
 	$(BIN)/python benchmarks/architectures_vs_trl.py
 	$(BIN)/python benchmarks/grpo_vs_trl.py
 

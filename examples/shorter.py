@@ -21,7 +21,7 @@ import surefoot
 
 HERE = Path(__file__).parent
 MOST = 20
-TAUGHT, COMPARED, HELD_OUT = 240, 120, 40
+TAUGHT, COMPARED, HELD_OUT = 160, 120, 32
 """Number of sums that are taught, that pairs are made of, and that answers are measured on."""
 MOST_TOKENS = 48
 Sum = tuple[int, int]
@@ -83,7 +83,6 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
         HERE / "grpo-warmup.yaml",
         dataset=folder / "taught.jsonl",
         output_dir=folder / "taught",
-        num_train_epochs=2,
         screen=False,
     )
     before = measure(taught.run_folder, held_out)
