@@ -414,3 +414,17 @@ def test_a_saved_config_with_a_key_that_is_no_text_is_none() -> None:
 def test_phases_are_known_by_their_former_names_too(tmp_path: Path) -> None:
     run = load(tmp_path, "phase_timeout_s: {wait for data: 5, communicate: 6, tokenise: 7, save: 8}\n")
     assert run.phase_timeout_s == {"data_wait": 5, "collectives": 6, "tokenize": 7, "save": 8}
+
+
+def test_first_mistakes_are_told_with_their_place(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: m\noutput_dir: o\n")
+    with pytest.raises(ConfigError, match=r"^'dataset' is missing in run\.yaml\. "):
+        load_config(file)
+    with pytest.raises(ConfigError, match=r"^'dataset' is missing\. "):
+        load_config(None, ["model=m", "output_dir=o"])
+    with pytest.raises(ConfigError, match=r"model=m: no such file\. Settings follow a file: run\.yaml key=value"):
+        load_config("model=m")
+    file.write_text("model: m\ndataset: d\noutput_dir: o\nswanlab_project: p\n")
+    with pytest.raises(ConfigError, match=r"'swanlab_project' \(run\.yaml:4\): a tracker .* SWANLAB_PROJECT"):
+        load_config(file)

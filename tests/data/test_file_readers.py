@@ -182,6 +182,7 @@ def test_a_row_of_fifty_megabytes_is_refused_without_reading_it_whole(tmp_path: 
         ("a.json", b'[{"a": 1},\n{"a": }]', r"a\.json:2: .*Expecting value"),
         ("a.json", b'[\n{"a": 1},\n{"a": "cut', r"a\.json:3: .*cut short"),
         ("a.json", b'[\n{"a": 1}\n', r"a\.json:\d: .*cut short"),
+        ("a.json", b'[\n{"a": 1},\n]', r"a\.json:3: .*a comma stands behind the last entry"),
         ("a.json", b'[{"a": 1}]\n{"a": 2}', r"a\.json:2: '\{' .*end"),
         ("a.json", b'"text"', r"a\.json:1: expected .*JSON array"),
         ("a.json", b'[{"a": ' + b"9" * 5000 + b"}]", r"a\.json:1: .*digits"),

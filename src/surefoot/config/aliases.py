@@ -97,6 +97,11 @@ INSTEAD: dict[str, str] = {
         ["attn_implementation", "attn_impl", "flash_attn", "flash_attention", "use_liger_kernel"],
         "attention and loss are chosen for the device and for packing; drop it",
     ),
+    **dict.fromkeys(
+        ["wandb_project", "swanlab_project", "mlflow_experiment_name", "trackio_project"],
+        "a tracker takes its project from its own variable: export WANDB_PROJECT, SWANLAB_PROJECT, "
+        "MLFLOW_EXPERIMENT_NAME or TRACKIO_PROJECT; run_name names the run",
+    ),
     "template": "the model's own chat template is used; chat_template names another file",
     "max_samples": "write it as a split of the source: dataset: {path: ..., split: '[:1000]'}",
     "dataset_text_field": "name the column: columns: {text: NAME}",

@@ -91,13 +91,17 @@ def load_config(
     """
     entries: list[tuple[str, Setting]] = []
     if path is not None:
+        if "=" in str(path) and not Path(path).exists():
+            shown = shorten(str(path), quote=False)
+            raise ConfigError(f"{shown}: no such file. Settings follow a file: run.yaml key=value.")
         read = read_entries(read_text(Path(path)), shorten(Path(path).name, quote=False))
         base = Path(path).resolve().parent if Path(path).is_file() else Path.cwd()  # a pipe has no folder of its own
         entries = [(key, Setting(value, place, base)) for key, value, place in read]
     later = _list_later_entries(overrides, values or {})
     # Only the last DeepSpeed config counts: it replaces the earlier ones entirely.
     last = max((number for number, (key, _) in enumerate(later) if key in DEEPSPEED_KEYS), default=None)
-    settings = _Settings(_find_method_class([*entries, *later]))
+    file = shorten(Path(path).name, quote=False) if path is not None else None
+    settings = _Settings(_find_method_class([*entries, *later]), file)
     # The file's own settings come before those of the DeepSpeed config it points to.
     for key, setting in sorted(entries, key=lambda entry: entry[0] in DEEPSPEED_KEYS):
         if key not in DEEPSPEED_KEYS or last is None:
@@ -151,8 +155,10 @@ def _find_method_class(entries: Sequence[tuple[str, Setting]]) -> type[RunConfig
 class _Settings:
     """Settings as they are read, until they become a config."""
 
-    def __init__(self, kind: type[RunConfig]) -> None:
+    def __init__(self, kind: type[RunConfig], file: str | None) -> None:
+        """`file`: name of the config file, if there is one."""
         self._kind = kind
+        self._file = file
         self._fields = {**known_fields(), **kind.model_fields}
         self._settings: dict[str, Setting] = {}
         self._leftover: list[str] = []
@@ -282,7 +288,7 @@ class _Settings:
             name = str(item["loc"][0])
             about = self._fields[name].description
             if item["type"] == "missing" and len(item["loc"]) == 1:
-                yield f"'{name}' is missing. {about}"
+                yield f"'{name}' is missing{f' in {self._file}' if self._file is not None else ''}. {about}"
                 continue
             if name in refused:  # a setting of several types produces one error per type
                 continue

@@ -34,7 +34,7 @@ from surefoot.data.shard import Shard
 from surefoot.errors import DataError
 from surefoot.system.atomic_io import cache_folder, storage_error, write_json
 
-VERSION = 12
+VERSION = 13
 """Version in every key: raised when the same input gives different shards."""
 SETTLED_NS = 2_000_000_000
 """Age in nanoseconds below which a file may change again without a new mtime."""

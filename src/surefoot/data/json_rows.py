@@ -178,7 +178,10 @@ class _TextWindow:
                 if error.pos >= len(self._text.rstrip()) or "Unterminated string" in error.msg:
                     raise Broken(f":{self.line}: {_describe_cut('')} (in the object that begins here)") from error
                 line = self.line + self._text.count("\n", self.position, error.pos)
-                raise Broken(f":{line}: not valid JSON: {error.msg}") from error
+                before = self._text[: error.pos].rstrip()
+                is_trailing = before.endswith(",") and self._text[error.pos : error.pos + 1] in ("]", "}")
+                reason = "a comma stands behind the last entry" if is_trailing else error.msg
+                raise Broken(f":{line}: not valid JSON: {reason}") from error
             except ValueError as error:  # an integer of thousands of digits
                 raise Broken(f":{self.line}: not readable as JSON: {error}") from error
             except RecursionError as error:

@@ -81,7 +81,10 @@ class MessageReader:
         raw_role = item.get(role_key)
         role = self._roles.get(raw_role) if isinstance(raw_role, str) else None
         if role is None:
-            raise BadRow(f"{name} has role {shown(raw_role)}. Known roles: {', '.join(sorted(self._roles))}")
+            raise BadRow(
+                f"{name} has role {shown(raw_role)}. Known roles: {', '.join(sorted(self._roles))}; others may be named "
+                "in `tags` of a dataset_info.json (user_tag, assistant_tag)"
+            )
         others = {key: value for key, value in item.items() if key not in (role_key, content_key) and value is not None}
         weight = weight_of(others, name)
         if weight and role not in ("assistant", "calls"):
