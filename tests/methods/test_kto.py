@@ -43,7 +43,7 @@ def trained(folder: Path) -> list[list[float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
+@pytest.mark.parametrize("loss", ["kto", pytest.param("apo_zero_unpaired", marks=pytest.mark.long)])
 def test_the_first_loss_is_a_half_and_desired_answers_become_likelier(kto: dict[str, Any], loss: str) -> None:
     changes = {"eval_fraction": 0.2, "max_steps": 12, "report": True, "loss_type": loss}
     result = surefoot.train({**kto, **changes}, screen=False)
@@ -59,7 +59,7 @@ def test_the_first_loss_is_a_half_and_desired_answers_become_likelier(kto: dict[
     assert [[kind for _, kind in sample["parts"]] for sample in history.samples] == [[False, True, False]] * 4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_packing_and_micro_batches_do_not_change_the_numbers(kto: dict[str, Any], tmp_path: Path) -> None:
     data = str(write_jsonl(tmp_path / "seven.jsonl", labelled_rows(7)))
     ways: dict[str, dict[str, Any]] = {

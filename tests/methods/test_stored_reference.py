@@ -75,7 +75,7 @@ def test_only_what_the_run_visits_is_computed_and_a_longer_run_adds_the_rest(run
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keeps_cache", [True, False], ids=["kept", "lost"])
+@pytest.mark.parametrize("keeps_cache", [pytest.param(True, marks=pytest.mark.long), False], ids=["kept", "lost"])
 def test_a_resumed_run_is_the_uninterrupted_one(run: dict[str, Any], tmp_path: Path, *, keeps_cache: bool) -> None:
     """A lost reference is computed again with the weights that training began with, not with those of the checkpoint.
 
@@ -106,7 +106,7 @@ def test_an_adapter_to_start_from_is_the_reference(run: dict[str, Any], tmp_path
     assert other.metrics[0]["loss"] == pytest.approx(0.6931, abs=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_damaged_reference_is_computed_again(run: dict[str, Any], tmp_path: Path) -> None:
     surefoot.train(run, screen=False)
     for path in stored():

@@ -82,8 +82,8 @@ class MessageReader:
         role = self._roles.get(raw_role) if isinstance(raw_role, str) else None
         if role is None:
             raise BadRow(
-                f"{name} has role {shown(raw_role)}. Known roles: {', '.join(sorted(self._roles))}; others may be named "
-                "in `tags` of a dataset_info.json (user_tag, assistant_tag)"
+                f"{name} has role {shown(raw_role)}. Known roles: {', '.join(sorted(self._roles))}; `tags` of a "
+                "dataset_info.json (user_tag, assistant_tag) may name others"
             )
         others = {key: value for key, value in item.items() if key not in (role_key, content_key) and value is not None}
         weight = weight_of(others, name)
