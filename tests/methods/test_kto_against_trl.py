@@ -124,6 +124,18 @@ def test_kto_is_that_of_trl(trainer: Any, built: BuiltModel, dataset: Dataset, l
     assert (objective.metrics.get("kl", 0.0) > 0) == (shift > 0 and loss == "kto")
 
 
+def test_a_batch_without_its_reference_has_a_loss(built: BuiltModel, dataset: Dataset) -> None:
+    """As where the origin of a value that is not finite is looked for."""
+    keys = list(dataset.sample_keys())
+    batch = LabelledBatch(
+        **vars(collate([dataset.sample(*key) for key in keys])),
+        is_desired=torch.tensor(LABELS),
+        mismatched=collate([mismatched_sample(dataset, key, 1000) for key in keys]),
+    )
+    config = KtoConfig(model="x", dataset=[{"path": "x"}], output_dir="x")
+    KtoObjective(built, config).probe_forward([batch])
+
+
 def test_answers_are_mismatched_as_in_a_batch_of_trl(dataset: Dataset) -> None:
     """TRL gives each question of a batch the answer to the one before it, and the first that to the last."""
     samples = [dataset.sample(*key) for key in dataset.sample_keys()]

@@ -170,11 +170,6 @@ def with_reference(batch: MicroBatch, logps: Tensor) -> AnswerBatch:
     return AnswerBatch(**vars(batch), reference_logps=logps)
 
 
-def sum_answers(values: Tensor, batch: MicroBatch) -> Tensor:
-    """Return the sum over the tokens of each answer. Shapes: [N] -> [answers]; a dummy counts as two of them."""
-    return values.new_zeros(batch.num_sequences or 2).index_add(0, batch.answer_of, values)
-
-
 def _join(rows: Sequence[Tensor]) -> Tensor:
     """Return the numbers of all batches of a rank on the CPU. Shapes: [samples, numbers]."""
     return torch.cat(list(rows)).cpu() if rows else torch.zeros(0, 0, dtype=torch.float64)

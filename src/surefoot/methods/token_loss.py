@@ -94,6 +94,15 @@ def _probe_output_layer(model: PreTrainedModel) -> nn.Linear | None:
     return _get_head(model) if is_plain else None
 
 
+def sum_answers(values: Tensor, batch: MicroBatch, num_answers: int) -> Tensor:
+    """Return the sum over the tokens of each answer (`answer_of`). Shapes: [N] -> [num_answers].
+
+    Adding by index would not be deterministic on a GPU.
+    """
+    is_of = batch.answer_of == torch.arange(num_answers, device=values.device)[:, None]
+    return torch.where(is_of, values, 0).sum(1)
+
+
 def has_values(model: PreTrainedModel) -> bool:
     """Return whether the weights have values: the planner's models have shapes alone."""
     return not isinstance(next(model.parameters()), FakeTensor)

@@ -11,7 +11,8 @@ from surefoot.distributed.process_group import SINGLE_PROCESS, World, sum_over_r
 from surefoot.methods.base import BatchTotals, Objective
 from surefoot.methods.dpo.loss import Pairs, compares_means, pair_losses
 from surefoot.methods.dpo.settings import PairConfig
-from surefoot.methods.preference import AnswerBatch, PreferenceMethod, PreferenceObjective, sum_answers
+from surefoot.methods.preference import AnswerBatch, PreferenceMethod, PreferenceObjective
+from surefoot.methods.token_loss import sum_answers
 from surefoot.models.build import BuiltModel
 
 METRICS = (
@@ -60,12 +61,12 @@ class DpoObjective(PreferenceObjective):
         pairs = Pairs(logps, reference, _sum_pairs(torch.ones_like(logprobs), batch))
         losses = pair_losses(pairs, self._settings)
         weights = _weights_of_chosen(batch)
-        nll = -sum_answers(logprobs * weights, batch).view(-1, 2)[:, 0]
+        nll = -_sum_with_questions(logprobs * weights, batch)[:, 0]
         logged = logps / pairs.num_tokens if compares_means(self._settings) else logps
         compared = logged if compares_means(self._settings) else pairs.ratios
         chosen, rejected = (self._settings.beta * compared.detach()).unbind(1)
         columns = [
-            losses.detach(), nll.detach(), sum_answers(weights, batch).view(-1, 2)[:, 0], chosen, rejected,
+            losses.detach(), nll.detach(), _sum_with_questions(weights, batch)[:, 0], chosen, rejected,
             chosen - rejected, chosen > rejected, *logged.detach().unbind(1),
         ]  # fmt: skip
         share = losses.sum()
@@ -89,7 +90,12 @@ def _sum_pairs(values: Tensor, batch: MicroBatch) -> Tensor:
     """Return the sum over the tokens of each answer, without its question's. Shapes: [N] -> [P, 2]."""
     if batch.is_question is not None:
         values = torch.where(batch.is_question, 0, values)
-    return sum_answers(values, batch).view(-1, 2)
+    return _sum_with_questions(values, batch)
+
+
+def _sum_with_questions(values: Tensor, batch: MicroBatch) -> Tensor:
+    """Return the sum over all tokens that count as an answer's; a dummy is one pair. Shapes: [N] -> [P, 2]."""
+    return sum_answers(values, batch, batch.num_sequences or 2).view(-1, 2)
 
 
 def _is_beyond_shorter(batch: MicroBatch) -> Tensor:

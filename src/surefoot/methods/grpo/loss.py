@@ -17,7 +17,7 @@ from surefoot.methods.base import BatchTotals, LossTerms, Objective, PlannedLoss
 from surefoot.methods.grpo.batch import CompletionBatch, Trajectory, collate_completions
 from surefoot.methods.grpo.settings import GrpoConfig
 from surefoot.methods.grpo.types import Request
-from surefoot.methods.token_loss import TokenLogprobs, eval_no_grad
+from surefoot.methods.token_loss import TokenLogprobs, eval_no_grad, sum_answers
 from surefoot.models.build import BuiltModel
 from surefoot.models.lora import disable_adapter
 from surefoot.models.routing import LayerRouting, ReplayedRouting, expert_counts
@@ -120,7 +120,7 @@ class PolicyLoss:
 
 def _sum_by_completion(values: Tensor, batch: CompletionBatch) -> Tensor:
     """Return the sum over the tokens of each completion. Shapes: [N] -> [completions]."""
-    return values.new_zeros(len(batch.trajectories) or 1).index_add(0, batch.answer_of, values)
+    return sum_answers(values, batch, len(batch.trajectories) or 1)
 
 
 class _Computed(NamedTuple):

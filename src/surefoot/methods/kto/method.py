@@ -14,7 +14,8 @@ from surefoot.data.pairs import CHOSEN
 from surefoot.distributed.process_group import SINGLE_PROCESS, World
 from surefoot.methods.base import BatchTotals, Objective
 from surefoot.methods.kto.settings import KtoConfig
-from surefoot.methods.preference import AnswerBatch, PreferenceMethod, PreferenceObjective, sum_answers
+from surefoot.methods.preference import AnswerBatch, PreferenceMethod, PreferenceObjective
+from surefoot.methods.token_loss import has_values, sum_answers
 from surefoot.models.build import BuiltModel
 
 METRICS = ("rewards/chosen", "logps/chosen", "rewards/rejected", "logps/rejected")
@@ -52,7 +53,7 @@ class KtoObjective(PreferenceObjective):
 
     def score(self, batch: MicroBatch) -> Tensor:
         """Return the log-probability of each answer, and of another answer to the same question. Shapes: [P, 2]."""
-        logps = sum_answers(self.compute_logprobs(batch), batch)[: max(batch.num_sequences, 1)]
+        logps = sum_answers(self.compute_logprobs(batch), batch, max(batch.num_sequences, 1))
         return torch.stack([logps, self._score_mismatched(batch, logps)], dim=1)
 
     def _score_mismatched(self, batch: MicroBatch, otherwise: Tensor) -> Tensor:
@@ -60,7 +61,7 @@ class KtoObjective(PreferenceObjective):
         other = batch.mismatched if isinstance(batch, LabelledBatch) else None
         if other is None or not self._has_divergence:
             return torch.zeros_like(otherwise)
-        return sum_answers(self.compute_logprobs(other), other)[: len(otherwise)]
+        return sum_answers(self.compute_logprobs(other), other, len(otherwise))
 
     def add_reference(self, batch: MicroBatch) -> MicroBatch:
         """Return the batch with the likelihoods of its reference, and those of mismatched answers. Collective."""
@@ -71,10 +72,17 @@ class KtoObjective(PreferenceObjective):
         return replace(batch, mismatched_logps=self._score_mismatched(batch, count))
 
     def begin_step(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Compute the reference's likelihoods and the divergence from it, over the global batch. Collective."""
-        complete = super().begin_step(batches)
+        """Compute the reference's likelihoods and the divergence from it, over the global batch. Collective.
+
+        Batches of the planner have no labels: there, the mismatched answers are as long as their own.
+        """
+        labelled = [
+            batch if isinstance(batch, LabelledBatch) else LabelledBatch(**vars(batch), mismatched=batch)
+            for batch in batches
+        ]
+        complete = super().begin_step(labelled)
         log_ratios = [_divergences(batch) for batch in complete if isinstance(batch, LabelledBatch)]
-        if log_ratios:  # the planner has batches without labels
+        if log_ratios and has_values(self.model):
             local = torch.cat(log_ratios).double()
             self._divergence = self._average_divergence(float(local.sum()), len(local))
         return complete
@@ -89,15 +97,14 @@ class KtoObjective(PreferenceObjective):
 
         Those are its label, log-probability and log-ratio, and the log-ratio of a mismatched answer.
         """
-        logps = sum_answers(logprobs, batch)
+        logps = sum_answers(logprobs, batch, batch.num_sequences)
         reference = batch.reference_logps if isinstance(batch, AnswerBatch) else None
         log_ratios = logps if reference is None else logps - reference[:, 0]
         is_desired = torch.ones_like(logps, dtype=torch.bool)
         mismatched = torch.zeros_like(logps)
         if isinstance(batch, LabelledBatch):
-            assert batch.is_desired is not None
-            is_desired = batch.is_desired
-            if self._has_divergence:
+            is_desired = is_desired if batch.is_desired is None else batch.is_desired
+            if batch.mismatched_logps is not None and reference is not None:
                 mismatched = _divergences(batch)
         losses = self._compute_losses(log_ratios, is_desired, self._divergence)
         share = losses.sum() if totals is None else losses.sum() / totals.sequences
