@@ -144,6 +144,20 @@ def test_a_turn_without_a_thought_is_trained_where_the_prompt_behind_a_result_be
     assert text.text[text.spans[1].begin : text.spans[1].end] == "yes<turn|>"
 
 
+def test_a_header_that_follows_a_prompt_without_a_thought_is_not_trained() -> None:
+    """As in DiffusionGemma's template with thoughts switched on: behind a result, only the text has a header."""
+    tokenizer = copy.deepcopy(tokenizer_of("qwen2.5"))
+    tokenizer.chat_template = (
+        "{{ tools | tojson }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}{% if messages[-1].role != 'tool' %}<|im_start|>assistant\n"
+        "{% elif enable_thinking %}<|endoftext|>think{% endif %}{% endif %}"
+    )
+    source = RendererSource.of(tokenizer, {"enable_thinking": True}, parse_special_tokens=False)
+    text = ChatTemplate(source.template).render(Conversation((ASKED, CALLED, SHOWN, ANSWERED), tools=(TOOL,)))
+    assert text.text[text.spans[1].begin : text.spans[1].end] == "yes<|im_end|>"
+
+
 def test_an_end_that_is_not_written_is_found_where_the_last_turn_begins_in_another_way() -> None:
     """As in GLM-5.1's template, which writes an empty thought before the last answer alone."""
     tokenizer = copy.deepcopy(tokenizer_of("glm4"))

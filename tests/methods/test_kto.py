@@ -16,7 +16,7 @@ from tests.support.kills import kill_and_resume
 from tests.support.processes import surefoot as command
 from tests.support.runs import assert_same_run, numbers
 
-COMPARED = ("loss", "grad_norm", "rewards/chosen", "rewards/rejected", "logps/rejected", "kl")
+COMPARED = ("loss", "grad_norm", "rewards/chosen", "logps/chosen", "rewards/rejected", "kl")
 
 
 def labelled_rows(count: int) -> list[dict[str, Any]]:
@@ -25,6 +25,11 @@ def labelled_rows(count: int) -> list[dict[str, Any]]:
         {"messages": [*row["prompt"], *row["rejected" if number % 3 else "chosen"]], "label": not number % 3}
         for number, row in enumerate(pair_rows(count))
     ]
+
+
+def desired_rows(count: int) -> list[dict[str, Any]]:
+    """Answers that all are desired: the divergence soon is above zero."""
+    return [{**row, "label": True} for row in labelled_rows(count)]
 
 
 @pytest.fixture
@@ -61,7 +66,7 @@ def test_the_first_loss_is_a_half_and_desired_answers_become_likelier(kto: dict[
 
 @pytest.mark.long
 def test_packing_and_micro_batches_do_not_change_the_numbers(kto: dict[str, Any], tmp_path: Path) -> None:
-    data = str(write_jsonl(tmp_path / "seven.jsonl", labelled_rows(7)))
+    data = str(write_jsonl(tmp_path / "seven.jsonl", desired_rows(7)))
     ways: dict[str, dict[str, Any]] = {
         "one": {"per_device_train_batch_size": 1},
         "seven": {"per_device_train_batch_size": 7},
@@ -71,7 +76,7 @@ def test_packing_and_micro_batches_do_not_change_the_numbers(kto: dict[str, Any]
         settings = {**kto, "dataset": data, "max_steps": 3, **changes, "output_dir": str(tmp_path / name)}
         surefoot.train(settings, screen=False)
     one = trained(tmp_path / "one")
-    assert one[-1][-1] >= 0
+    assert one[-1][-1] > 0, "there must be a divergence for this test to mean anything"
     for name in ("seven", "packed"):
         for line, same in zip(one, trained(tmp_path / name), strict=True):
             assert line == pytest.approx(same, rel=1e-3, abs=1e-5), name
@@ -94,7 +99,8 @@ def test_ranks_compute_what_one_does(
     kto: dict[str, Any], tmp_path: Path, topology: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     """Seven answers a step: one rank has fewer than the other."""
-    settings = {**kto, "eval_fraction": 0.2, **changes}
+    data = str(write_jsonl(tmp_path / "desired.jsonl", desired_rows(24)))
+    settings = {**kto, "dataset": data, "eval_fraction": 0.2, **changes}
     surefoot.train(settings, screen=False)
     config = tmp_path / "several.yaml"
     config.write_text(yaml.safe_dump({**settings, **topology, "output_dir": str(tmp_path / "several")}))
@@ -102,6 +108,7 @@ def test_ranks_compute_what_one_does(
     assert several.returncode == 0, several.stderr
     for line, same in zip(trained(tmp_path / "run"), trained(tmp_path / "several"), strict=True):
         assert line == pytest.approx(same, rel=1e-3, abs=1e-5)
+    assert any(line[-1] > 0 for line in trained(tmp_path / "run"))
     last, other = (numbers(tmp_path / name)[-1] for name in ("run", "several"))
     assert last["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-4)
     assert last["eval_kl"] == pytest.approx(other["eval_kl"], rel=1e-3, abs=1e-5)

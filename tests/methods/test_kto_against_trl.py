@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset as Rows
@@ -16,9 +17,10 @@ from trl.experimental.orpo import ORPOTrainer
 
 from surefoot.data.collate import collate
 from surefoot.data.dataset import Dataset, Sample
+from surefoot.data.images import Image
 from surefoot.methods.base import BatchTotals
 from surefoot.methods.dpo.method import DpoObjective
-from surefoot.methods.kto.method import KtoObjective, LabelledBatch, mismatched_sample
+from surefoot.methods.kto.method import KtoObjective, LabelledBatch, find_partners, mismatch
 from surefoot.methods.kto.settings import KtoConfig
 from surefoot.methods.orpo.settings import OrpoConfig
 from surefoot.models.build import BuiltModel, build_model
@@ -60,6 +62,11 @@ def dataset(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Dataset:
     return prepared(write_jsonl(tmp_path / "labelled.jsonl", ROWS), tokenizer, labels=True)
 
 
+def mismatched(dataset: Dataset, most: int = 1000) -> list[Sample]:
+    partners = find_partners(dataset, 0)
+    return [mismatch(dataset.sample(0, own), dataset.sample(0, other), most, None) for own, other in partners.items()]
+
+
 def as_inputs(samples: list[Sample], prefix: str = "") -> dict[str, Tensor]:
     rows = [sample.ids.tolist() for sample in samples]
     return {
@@ -89,7 +96,7 @@ def test_kto_is_that_of_trl(trainer: Any, built: BuiltModel, dataset: Dataset, l
     )  # fmt: skip
     keys = list(dataset.sample_keys())
     samples = [dataset.sample(*key) for key in keys]
-    others = [mismatched_sample(dataset, key, 1000) for key in keys]
+    others = mismatched(dataset)
     objective = KtoObjective(built, config)
     labels = torch.tensor(LABELS)
     scored = objective.score(LabelledBatch(**vars(collate(samples)), is_desired=labels, mismatched=collate(others)))
@@ -130,7 +137,7 @@ def test_a_batch_without_its_reference_has_a_loss(built: BuiltModel, dataset: Da
     batch = LabelledBatch(
         **vars(collate([dataset.sample(*key) for key in keys])),
         is_desired=torch.tensor(LABELS),
-        mismatched=collate([mismatched_sample(dataset, key, 1000) for key in keys]),
+        mismatched=collate(mismatched(dataset)),
     )
     config = KtoConfig(model="x", dataset=[{"path": "x"}], output_dir="x")
     KtoObjective(built, config).probe_forward([batch])
@@ -139,23 +146,40 @@ def test_a_batch_without_its_reference_has_a_loss(built: BuiltModel, dataset: Da
 def test_answers_are_mismatched_as_in_a_batch_of_trl(dataset: Dataset) -> None:
     """TRL gives each question of a batch the answer to the one before it, and the first that to the last."""
     samples = [dataset.sample(*key) for key in dataset.sample_keys()]
-    for index, key in enumerate(dataset.sample_keys()):
+    shortest = min(sample.parts[0] for sample in samples if sample.parts is not None) + 1
+    for index, (found, cut) in enumerate(zip(mismatched(dataset), mismatched(dataset, shortest), strict=True)):
         question, other = samples[index], samples[index - 1]
         assert question.parts is not None
         assert other.parts is not None
         expected = [*question.ids[: question.parts[0]].tolist(), *other.ids[other.parts[0] :].tolist()]
-        assert mismatched_sample(dataset, key, 1000).ids.tolist() == expected
-        assert mismatched_sample(dataset, key, question.parts[0] + 1).ids.tolist() == expected[: question.parts[0] + 1]
+        assert found.ids.tolist() == expected
+        assert cut.ids.tolist() == expected[:shortest]
 
 
 def test_an_answer_to_the_same_question_is_no_other(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     first, second = counting_rows(2)
     rows = [{**first, "label": True}, {**second, "label": True}, {**second, "label": False}]
     dataset = prepared(write_jsonl(tmp_path / "twice.jsonl", rows), tokenizer, labels=True)
-    answer = dataset.sample(0, 0)
-    assert answer.parts is not None
-    expected = answer.ids[answer.parts[0] :].tolist()
-    assert mismatched_sample(dataset, (0, 2), 1000).ids.tolist()[-len(expected) :] == expected
+    assert find_partners(dataset, 0) == {0: 2, 1: 0, 2: 0}
+    same = prepared(write_jsonl(tmp_path / "same.jsonl", rows[1:]), tokenizer, labels=True)
+    assert find_partners(same, 0) == {0: 1, 1: 0}, "all questions are equal: as TRL has it"
+
+
+def test_images_go_with_the_part_that_they_are_in() -> None:
+    """4 stands for an image, of two tokens each; an answer may begin with the image of a tool."""
+    pictures = [Image(f"{name}.png", name, (1, 1), 1, 2) for name in "abcd"]
+
+    def sample(ids: list[int], images: list[Image]) -> Sample:
+        weights = np.array([0] * 4 + [1] * (len(ids) - 4), np.float32)
+        return Sample(np.array(ids, np.int32), weights, "x:1", images=tuple(images), parts=(4, len(ids) - 4, 0))
+
+    one, other = sample([9, 4, 4, 9, 7, 4, 4, 7], pictures[:2]), sample([8, 4, 4, 8, 6, 4, 4, 6], pictures[2:])
+    whole = mismatch(one, other, 100, 4)
+    assert whole.ids.tolist() == [9, 4, 4, 9, 6, 4, 4, 6]
+    assert [image.path for image in whole.images] == ["a.png", "d.png"]
+    cut = mismatch(one, other, 6, 4)
+    assert cut.ids.tolist() == [9, 4, 4, 9, 6], "not within an image"
+    assert [image.path for image in cut.images] == ["a.png"]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")

@@ -1,5 +1,6 @@
 """A reference that is not the model without its adapter: computed before the first step, kept and used again."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -7,11 +8,13 @@ from typing import Any
 
 import pytest
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import surefoot
+from surefoot.errors import CheckpointError
 from surefoot.system.atomic_io import cache_folder
 from tests.methods.test_dpo import pair_rows
+from tests.methods.test_kto import labelled_rows
 from tests.support.data import write_jsonl
 from tests.support.processes import surefoot as command
 from tests.support.runs import numbers
@@ -102,7 +105,7 @@ def test_an_adapter_to_start_from_is_the_reference(run: dict[str, Any], tmp_path
     assert line["loss"] == pytest.approx(0.6931, abs=1e-4)
     other = surefoot.train({**lora, "init_adapter": str(first.artifact), "output_dir": str(tmp_path / "third"),
                             "learning_rate": 0.002}, screen=False)  # fmt: skip
-    assert len(stored()) == 1, "the rows held out are of the same file"
+    assert len(stored()) == 2, "of the training rows and of those held out"
     assert other.metrics[0]["loss"] == pytest.approx(0.6931, abs=1e-4)
 
 
@@ -126,3 +129,40 @@ def test_ranks_compute_what_one_does(run: dict[str, Any], tmp_path: Path, topolo
     assert two.returncode == 0, two.stderr
     for line, same in zip(steps(tmp_path / "run"), steps(tmp_path / "two"), strict=True):
         assert line == pytest.approx(same, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_runs_that_differ_in_what_is_compared_share_no_reference(run: dict[str, Any], tmp_path: Path) -> None:
+    """Which answers are mismatched depends on the rows in use, and only one loss of KTO has them at all."""
+    data = str(write_jsonl(tmp_path / "labelled.jsonl", labelled_rows(20)))
+    kto = {**run, "method": "kto", "dataset": data, "max_steps": 2}
+    for number, changes in enumerate(({"loss_type": "apo_zero_unpaired"}, {"eval_fraction": 0.0}, {})):
+        settings = {**kto, **changes, "output_dir": str(tmp_path / str(number))}
+        (first, *_) = surefoot.train(settings, screen=False).metrics
+        assert first["loss"] == pytest.approx(0.5, abs=1e-5)
+        assert first.get("kl", 0.0) == pytest.approx(0.0, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_an_adapter_with_another_scale_is_another_reference(run: dict[str, Any], tmp_path: Path) -> None:
+    lora = {**run, "tuning": "lora", "lora_rank": 4, "learning_rate": 0.01, "max_steps": 2}
+    first = surefoot.train({**lora, "output_dir": str(tmp_path / "first")}, screen=False)
+    assert first.artifact is not None
+    for alpha in (16, 64):
+        adapter = Path(shutil.copytree(first.artifact, tmp_path / f"adapter-{alpha}"))
+        config = json.loads((adapter / "adapter_config.json").read_text())
+        (adapter / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": alpha}))
+        changes = {"init_adapter": str(adapter), "lora_alpha": alpha, "output_dir": str(tmp_path / str(alpha))}
+        (line, *_) = surefoot.train({**lora, **changes}, screen=False).metrics
+        assert line["rewards/chosen"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_weights_that_change_under_a_run_are_refused(run: dict[str, Any], tmp_path: Path) -> None:
+    base = Path(shutil.copytree(run["model"], tmp_path / "base"))
+    settings = {**run, "model": str(base), "max_steps": 2, "eval_fraction": 0.0}
+    surefoot.train(settings, screen=False)
+    (path,) = base.glob("*.safetensors")
+    save_file({name: value * 1.3 for name, value in load_file(path).items()}, path, {"format": "pt"})
+    with pytest.raises(CheckpointError, match="other weights of the reference"):
+        surefoot.train({**settings, "max_steps": 4}, screen=False)

@@ -469,10 +469,11 @@ def test_a_constant_schedule_of_transformers_has_no_warm_up(tmp_path: Path) -> N
         (f"{SWIFT_GRPO} --loss_type grpo --importance_sampling_level token", {"loss_type": "grpo"}, None),
         (f"{SWIFT_GRPO} --loss_type bnpo --importance_sampling_level sequence", {"loss_type": "bnpo"},
          "importance_sampling_level = sequence"),
-        (f"{SWIFT_GRPO} --advantage_estimator rloo --beta 0", {"advantage_estimator": "rloo", "beta": 0}, None),
+        (f"{SWIFT_GRPO} --advantage_estimator rloo --beta 0",
+         {"advantage_estimator": "rloo", "beta": 0, "scale_rewards": "none"}, None),
         (f"{SWIFT_GRPO} --advantage_estimator reinforce_plus_plus --kl_in_reward false",
          {"advantage_estimator": "reinforce_plus_plus", "beta": 0.04}, None),
-        (f"{SWIFT_GRPO} --loss_type sapo --sapo_temperature_neg 1.2", {"loss_type": "sapo",
+        (f"{SWIFT_GRPO} --loss_type sapo --tau_neg 1.2", {"loss_type": "sapo",
          "sapo_temperature_neg": 1.2}, None),
         (f"{SWIFT_GRPO} --soft_cache_length 19", {"soft_overlong_length": None}, None),
         ("swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs accuracy soft_overlong --soft_cache_length "

@@ -9,6 +9,7 @@ from surefoot.errors import ConfigError
 from tests.support.imports import get_values, import_command, import_file
 
 TRL = "trl dpo --model_name_or_path m --dataset_name d --output_dir o --use_peft"
+TRL_KTO = TRL.replace("dpo", "kto")
 SWIFT = "swift rlhf --rlhf_type dpo --model m --dataset d"
 LLAMAFACTORY = "model_name_or_path: m\nstage: dpo\nfinetuning_type: lora\ndataset: d\ntemplate: qwen3\n"
 AXOLOTL = "base_model: m\ndatasets: [{path: d}]\nadapter: lora\n"
@@ -94,11 +95,13 @@ def test_full_fine_tuning_is_carried() -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("trl kto --model_name_or_path m --dataset_name d --output_dir o --use_peft --undesirable_weight 0.5",
-         {"method": "kto", "undesirable_weight": 0.5, "learning_rate": 1e-6}),
+        (f"{TRL_KTO} --undesirable_weight 0.5",
+         {"method": "kto", "undesirable_weight": 0.5, "learning_rate": 1e-6, "shuffle": False}),
+        (f"{TRL_KTO} --loss_type apo_zero_unpaired --train_sampling_strategy random",
+         {"loss_type": "apo_zero_unpaired", "shuffle": True}),
         (f"{SWIFT.replace('dpo', 'kto')} --beta 0.2 --loss_type apo_zero_unpaired",
          {"method": "kto", "beta": 0.2, "loss_type": "apo_zero_unpaired"}),
-        (f"{SWIFT.replace('dpo', 'orpo')} --beta 0.2", {"method": "orpo", "beta": 0.2, "train_on": "all"}),
+        (f"{SWIFT.replace('dpo', 'orpo')} --beta 0.2", {"method": "orpo", "beta": 0.2, "train_on": None}),
     ],
 )  # fmt: skip
 def test_commands_of_other_methods_carry_their_loss(words: str, expected: dict[str, Any]) -> None:
@@ -113,7 +116,8 @@ def test_commands_of_other_methods_carry_their_loss(words: str, expected: dict[s
          {"method": "kto", "desirable_weight": 1.5, "beta": 0.3, "loss_type": None}),
         (f"{LLAMAFACTORY}pref_loss: orpo\npref_beta: 0.3\n", {"method": "orpo", "beta": 0.3, "train_on": None}),
         (f"{AXOLOTL}rl: kto\nkto_undesirable_weight: 0.2\nrl_beta: 0.4\n",
-         {"method": "kto", "undesirable_weight": 0.2, "beta": 0.4}),
+         {"method": "kto", "undesirable_weight": 0.2, "beta": 0.4, "shuffle": False}),
+        (f"{AXOLOTL}rl: kto\nkto_desirable_weight: 0\n", {"method": "kto", "desirable_weight": None}),
         (f"{AXOLOTL}rl: orpo\norpo_alpha: 0.2\n", {"method": "orpo", "beta": 0.2, "train_on": "all"}),
     ],
 )  # fmt: skip
@@ -125,6 +129,8 @@ def test_files_of_other_methods_carry_their_loss(tmp_path: Path, text: str, expe
 def test_losses_of_pairs_are_not_those_of_labels(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="losses of method kto: kto, apo_zero_unpaired"):
         import_command(f"{SWIFT.replace('dpo', 'kto')} --loss_type ipo")
+    with pytest.raises(ConfigError, match="method kto has no such setting"):
+        import_command(f"{TRL_KTO} --label_smoothing 0.1")
     with pytest.raises(ConfigError, match="method kto adds no such loss"):
         import_file(tmp_path / "run.yaml", f"{LLAMAFACTORY.replace('dpo', 'kto')}pref_ftx: 0.2\n")
 

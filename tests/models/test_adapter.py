@@ -347,12 +347,13 @@ def test_broken_adapters_and_bases_are_named(
             merge_adapter(base, adapter, tmp_path / "merged")
 
 
-def test_an_adapter_names_its_class_where_auto_classes_would_open_another(tmp_path: Path) -> None:
-    """AutoModelForCausalLM opens Qwen3.5 without its tower, in which the adapter's names match nothing."""
+@pytest.mark.parametrize("kind", ["qwen3_5_moe", "qwen3_vl"])
+def test_an_adapter_names_its_class_where_auto_classes_would_open_another(kind: str, tmp_path: Path) -> None:
+    """AutoModelForCausalLM opens Qwen3.5 without its tower, where the names match nothing, and Qwen3-VL not at all."""
     torch.manual_seed(0)
     base = tmp_path / "base"
-    tiny_model("qwen3_5_moe").save_pretrained(base)
-    built, settings = trained_model(base, "qwen3_5_moe", targets=("attention",))
+    tiny_model(kind).save_pretrained(base)
+    built, settings = trained_model(base, kind, targets=("attention",))
     with generating(built.model):
         wanted = logits_of(built.model, 100)
     adapter = save(built, settings, tmp_path / "adapter", base)

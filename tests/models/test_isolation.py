@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import Florence2Config, PreTrainedModel
 
 from surefoot.errors import ModelError
 from surefoot.methods.token_loss import TokenLoss
 from surefoot.models import isolation, sample_layout
 from surefoot.models.attention import has_packed_attention, implementation_for
-from surefoot.models.build import build_model
+from surefoot.models.build import build_model, meta_model
 from surefoot.models.isolation import can_share_prompts, isolate_samples
 from surefoot.models.lora import LoraSettings
 from surefoot.models.sample_layout import SampleLayout, accept_samples, keep_layout_on_recompute, num_positions
@@ -491,3 +491,9 @@ def test_a_model_is_refused_in_a_type_that_its_code_does_not_compute_in(tmp_path
     lora = LoraSettings(4, 8, targets=("all",))
     with pytest.raises(ModelError, match="dtype: float32"):
         build_model(tmp_path, lora=lora, device=torch.device("cpu"), dtype=torch.bfloat16)
+
+
+def test_an_encoder_with_a_decoder_is_refused(tmp_path: Path) -> None:
+    Florence2Config().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="model_type=florence2 is an encoder with a decoder"):
+        meta_model(tmp_path)

@@ -30,7 +30,7 @@ def pair_of(row: dict[str, Any], later: str | None) -> dict[str, Any]:
     return {"prompt": [question], "chosen": [answer], "rejected": rejected, "images": images}
 
 
-@pytest.mark.parametrize("kind", ["internvl", "qwen3_5_moe"])
+@pytest.mark.parametrize("kind", ["internvl", "qwen3_5_moe", "gemma3"])
 def test_an_answer_is_as_likely_in_a_pair_as_alone(kind: str, tmp_path: Path) -> None:
     with FAMILIES[kind].stand_in():
         base = write_family(kind, tmp_path / "base")

@@ -28,6 +28,8 @@ ALIASES: dict[str, str] = {
     **dict.fromkeys(["nproc", "num_processes", "num_gpus"], "nproc_per_node"),
     **dict.fromkeys(["num_machines", "num_nodes"], "nnodes"),
     "deepspeed_stage": "zero_stage",
+    "tau_pos": "sapo_temperature_pos",
+    "tau_neg": "sapo_temperature_neg",
     **dict.fromkeys(["hsdp_replicate_size", "data_parallel_replicate_degree"], "dp_replicate_size"),
     **dict.fromkeys(["lr", "max_lr"], "learning_rate"),
     **dict.fromkeys(["lr_scheduler", "scheduler"], "lr_scheduler_type"),

@@ -25,6 +25,11 @@ class PreferenceConfig(RunConfig):
         return True
 
     @property
+    def keeps_reference(self) -> bool:
+        """`needs_reference`."""
+        return self.needs_reference
+
+    @property
     def stores_reference(self) -> bool:
         """Whether the reference's likelihoods are computed before the first step."""
         return self.needs_reference and (self.precompute_ref_log_probs or not self.starts_from_base)

@@ -426,6 +426,11 @@ class RunConfig(BaseModel):
         return self.tuning == "lora" and "router" in targets
 
     @property
+    def keeps_reference(self) -> bool:
+        """Whether the run goes on comparing with the model that training began with."""
+        return False
+
+    @property
     def starts_from_base(self) -> bool:
         """Whether training begins with the model without its adapter, which stays as it is."""
         return self.tuning == "lora" and not self.trains_routers and self.init_adapter is None

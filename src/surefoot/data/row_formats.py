@@ -92,7 +92,7 @@ def detect(columns: Collection[str], spec: FormatSpec = FormatSpec()) -> str:
         )
     format_list = "; ".join(f"{name} ({' + '.join(sorted(needed, reverse=True))})" for name, needed in formats.items())
     if not spec.pairs and set(columns) >= SIDES:
-        raise BadRow(f"the columns ({names}) are of preference data: `method: dpo` trains on pairs of answers")
+        raise BadRow(f"the columns ({names}) are of preference data: `method: dpo` and `orpo` train on pairs")
     names_of_example = ["query"] if spec.prompts else ["query", *sorted(SIDES)] if spec.pairs else ["query", "response"]
     example = f"columns: {{{', '.join(f'{name}: YOUR_COLUMN' for name in names_of_example)}}}"
     raise BadRow(
@@ -109,7 +109,7 @@ def format_of(spec: FormatSpec, first_row: Columns) -> str:
         return detect(_rename_columns(first_row, spec).keys(), spec)
     if FORMATS[spec.format].is_pair != spec.pairs:
         where = spec.named_in if spec.only_mapped else "dataset_format"
-        expected = "pairs of answers" if spec.pairs else "single answers. Pairs are for `method: dpo`"
+        expected = "pairs of answers" if spec.pairs else "single answers. Pairs are for `method: dpo` and `orpo`"
         raise BadRow(f"the format of these rows is {spec.format} ({where}), and the method trains on {expected}")
     return spec.format
 
@@ -254,7 +254,9 @@ def _read_label(columns: Columns) -> bool:
         reason = "several labels: " + ", ".join(names) if names else "no label"
         raise BadRow(f"{reason}. The answer needs `label` (or `kto_tag`): true if it is desired, false if not")
     value = columns[names[0]]
-    if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
+    if isinstance(value, str) and value.lower() in ("true", "false"):  # as CSV has it
+        return value.lower() == "true"
+    if isinstance(value, int | float) and value in (0, 1):
         return bool(value)
     raise BadRow(f"{names[0]} is {shown(value)}; it must be true (the answer is desired) or false")
 

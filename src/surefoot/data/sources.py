@@ -16,11 +16,12 @@ from surefoot.config import DatasetItem, LoadedConfig
 from surefoot.config.schema import HUB_ID
 from surefoot.data.conversation import shown
 from surefoot.data.file_readers import COMPRESSIONS, KINDS, kind_of
-from surefoot.data.row_formats import FORMATS, FormatSpec
+from surefoot.data.row_formats import FORMATS, LABELS, FormatSpec
 from surefoot.errors import ConfigError, DataError, one_line
 from surefoot.system.json_files import DamagedFile, is_size, read_object
 
 COLUMNS = frozenset(name for row_format in FORMATS.values() for name in row_format.required | row_format.optional)
+COLUMNS |= frozenset(LABELS)
 """Surefoot's names of columns."""
 DataSetting = Literal["dataset", "eval_dataset"]
 DATA_SETTINGS: tuple[DataSetting, ...] = ("dataset", "eval_dataset")

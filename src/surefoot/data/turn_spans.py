@@ -103,8 +103,7 @@ class TurnFinder:
         if prompt is None:
             return None
         if self.text.startswith(prompt, anchor):
-            begin = anchor + len(prompt)
-            return begin + len(self._ends.header) * self.text.startswith(self._ends.header, begin)
+            return self._skip_header(anchor + len(prompt))
         begins = (self._find_behind_bare(marked, prompt, anchor, index), self._find_thought(marked, anchor, index))
         return min((begin for begin in begins if begin is not None), default=None)
 
@@ -118,7 +117,11 @@ class TurnFinder:
         template = self._template.thinking if has_thought else self._template.not_thinking
         prompt = self._render_tail(marked, add_generation_prompt=True, template=template)
         is_there = prompt is not None and self.text.startswith(prompt, anchor)
-        return anchor + len(prompt) if prompt is not None and is_there else None
+        return self._skip_header(anchor + len(prompt)) if prompt is not None and is_there else None
+
+    def _skip_header(self, begin: int) -> int:
+        """Return a position behind the generation prompt of a plain answer, if the text goes on with it there."""
+        return begin + len(self._ends.header) * self.text.startswith(self._ends.header, begin)
 
     def _find_behind_bare(self, marked: Sequence[Message], prompt: str, anchor: int, index: int) -> int | None:
         """Return where turn `index` begins by its header, if the text does not go on with the generation prompt."""

@@ -23,7 +23,7 @@ from surefoot.methods.base import BatchTotals, Interrupted, LossTerms, MethodCon
 from surefoot.methods.row_method import RowMethod
 from surefoot.methods.stored_reference import ReferenceScorer, StoredReference
 from surefoot.methods.token_loss import TokenLogprobs, eval_no_grad
-from surefoot.models.adapter_files import WEIGHTS
+from surefoot.models.adapter_files import CONFIG, WEIGHTS
 from surefoot.models.build import BuiltModel
 from surefoot.models.isolation import can_share_prompts
 from surefoot.models.lora import disable_adapter
@@ -237,11 +237,13 @@ class PreferenceMethod(RowMethod):
 
     def _identify_reference(self, config: PreferenceConfig) -> dict[str, Any]:
         """Return what the reference's likelihoods depend on besides the rows."""
-        adapter = Path(config.init_adapter) / WEIGHTS if config.init_adapter is not None else None
+        files = [self.context.base / "config.json"]
+        if config.init_adapter is not None:
+            files += [Path(config.init_adapter) / name for name in (WEIGHTS, CONFIG)]
         return {
             "method": config.method,
             "weights": self.context.weights_fingerprint,
-            "adapter": sha256_of(adapter) if adapter is not None else None,
+            "files": [sha256_of(file) for file in files],
             "dtype": config.dtype,
             "settings": config.reference_settings,
         }

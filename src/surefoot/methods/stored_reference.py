@@ -1,4 +1,4 @@
-"""The likelihood of each answer under the model that training begins with, computed once and kept in the cache.
+"""Log-probabilities of answers under the model that training begins with, computed once and kept in the cache.
 
     <cache>/references/<key>.safetensors     logps float32 [S, 2], NaN where no run has needed it yet
 
@@ -26,11 +26,13 @@ from surefoot.system.atomic_io import cache_folder, write_bytes
 VERSION = 1
 """Version in every key: raised when the same input gives other numbers."""
 TENSOR = "logps"
+SAMPLES_AT_A_TIME = 4096
+"""Number of samples after which what is computed is written."""
 
 
 @dataclass(frozen=True)
 class StoredReference:
-    """Log-probabilities of two answers to each question of a dataset."""
+    """Two log-probabilities for each sample of a dataset, see `PreferenceObjective.score`."""
 
     logps: Tensor
     """float32 [S, 2], on the CPU; NaN where they are not needed."""
@@ -74,19 +76,22 @@ class ReferenceScorer:
         if not missing:
             return reference
         self.announce(len(missing))
-        computed = torch.zeros_like(stored)
-        for batch in self.batches(missing):
-            logps = self.score(batch.to(self.device))
-            if not batch.is_dummy:
-                computed[reference.rows_of(batch.sample_keys)] = logps.cpu()
-        rows = reference.rows_of(missing)
-        reference.logps[rows] = self._sum(computed)[rows]
 
         def write() -> None:
             if self.ranks.is_first:
                 write_bytes(path, save({TENSOR: reference.logps}))
 
-        self.ranks.run_or_raise_on_all(write, names_rank=False)
+        # Written piece by piece, so that a run that is stopped meanwhile has not computed in vain.
+        for begin in range(0, len(missing), SAMPLES_AT_A_TIME):
+            part = missing[begin : begin + SAMPLES_AT_A_TIME]
+            computed = torch.zeros_like(stored)
+            for batch in self.batches(part):
+                logps = self.score(batch.to(self.device))
+                if not batch.is_dummy:
+                    computed[reference.rows_of(batch.sample_keys)] = logps.cpu()
+            rows = reference.rows_of(part)
+            reference.logps[rows] = self._sum(computed)[rows]
+            self.ranks.run_or_raise_on_all(write, names_rank=False)
         return reference
 
     def _path(self, dataset: Dataset) -> Path:
@@ -98,8 +103,11 @@ class ReferenceScorer:
             "max_length": options.max_length,
             "truncation": options.truncation,
             "train_on": options.train_on,
+            "side": [options.side, options.eval_fraction],
             "device": self.device.type,
         }
+        if dataset.renderer_source.images is not None:  # which may change beside the rows
+            parts["images"] = [dataset.shard(number).digest for number in range(len(dataset.chunks))]
         key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
         return cache_folder() / "references" / f"{key[:32]}.safetensors"
 
@@ -113,7 +121,7 @@ def _read(path: Path, shape: torch.Size) -> Tensor:
     if path.exists():
         try:
             stored: Tensor = load_file(path)[TENSOR]
-        except (SafetensorError, KeyError):
+        except (SafetensorError, KeyError, OSError):
             stored = torch.zeros(0)
         if stored.shape == shape:
             return stored

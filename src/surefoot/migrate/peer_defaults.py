@@ -12,12 +12,15 @@ from surefoot.migrate.peer_tables import (
     DEFAULTS,
     GRPO_DEFAULTS,
     LORA_ALPHA_FACTOR,
+    OWN_TRAINERS_OF_TRL,
     PREFERENCE_DEFAULTS,
     SWIFT_3_NOTE,
     SWIFT_3_SAMPLING,
     SWIFT_BATCH,
-    TRAINS_QUESTIONS,
+    SWIFT_SCALES,
+    TRL_KTO,
     TRL_LORA,
+    TRL_ORPO,
     TRL_WITH_VLLM,
     UNCUT_PROMPTS,
 )
@@ -40,8 +43,8 @@ def collect_defaults(imported: ImportedRun) -> dict[str, Any]:
     elif run.method in METHODS:
         defaults = {name: value for name, value in defaults.items() if name != "train_on"}
         defaults |= PREFERENCE_DEFAULTS.get(run.program, {})
-        if run.method == "orpo" and run.program != "LLaMA-Factory":
-            defaults |= TRAINS_QUESTIONS
+        if run.program in OWN_TRAINERS_OF_TRL:
+            defaults |= {"orpo": TRL_ORPO, "kto": TRL_KTO}.get(run.method, {})
     factor, rank = LORA_ALPHA_FACTOR.get(run.program), imported.get_value("lora_rank")
     if factor and isinstance(rank, int):
         defaults["lora_alpha"] = factor * rank
@@ -84,6 +87,9 @@ def _replace_grpo_defaults(imported: ImportedRun, defaults: dict[str, Any]) -> d
         defaults["truncation"] = "error"
     if program == "TRL" and imported.get_value("rollout_engine") == "vllm":
         defaults |= TRL_WITH_VLLM
+    estimator = str(imported.get_value("advantage_estimator"))
+    if program == "ms-swift" and estimator in SWIFT_SCALES:
+        defaults["scale_rewards"] = SWIFT_SCALES[estimator]
     if imported.get_value("importance_correction") == "none":
         defaults.pop("importance_cap", None)
     return defaults

@@ -60,8 +60,14 @@ SWIFT_3_SAMPLING: Settings = {"top_k": 50, "top_p": 0.9}
 """Further defaults for GRPO of ms-swift before 4.1."""
 PREFERENCE_DEFAULTS: dict[str, Settings] = {"TRL": {"learning_rate": 1e-6}}
 """Program -> its further defaults for DPO, KTO and ORPO."""
-TRAINS_QUESTIONS: Settings = {"train_on": "all"}
-"""Default for ORPO where it is TRL's: the likelihood that it adds is that of the question, too."""
+OWN_TRAINERS_OF_TRL = frozenset(("TRL", "axolotl"))
+"""Programs that train preferences with TRL's trainers as they are."""
+TRL_ORPO: Settings = {"train_on": "all"}
+"""TRL's default for ORPO: the likelihood that it adds is that of the question, too."""
+TRL_KTO: Settings = {"shuffle": False}
+"""TRL's default for KTO, whose mismatched answers are those of neighbouring rows."""
+SWIFT_SCALES = {"rloo": "none", "reinforce_plus_plus": "batch"}
+"""ms-swift's default of scale_rewards by its advantage_estimator, where it is not that of GRPO."""
 AXOLOTL_MOST_WARMUP = 100
 """Most steps of axolotl's default warm-up."""
 SWIFT_BATCH = 16

@@ -70,6 +70,8 @@ def map_preferences(run: ParsedRun, name: str, value: Any) -> Mapped:
         return {}  # carried with the losses
     if name in NO_EFFECT:
         return {}
+    if name == "train_sampling_strategy" and value in ("sequential", "random"):
+        return {"shuffle": value == "random"}
     if name == "dpo_norm_loss":  # of axolotl
         return {"loss_type": "sigmoid_norm"} if value else {}
     if name in LIMITS:
@@ -98,6 +100,12 @@ def map_preferences(run: ParsedRun, name: str, value: Any) -> Mapped:
     if surefoot_name == "sft_weight" and run.method != "dpo":
         if not is_null(value) and parse_number(value):
             raise run.make_value_error(name, value, f"0: method {run.method} adds no such loss")
+        return {}
+    if surefoot_name in ("desirable_weight", "undesirable_weight") and run.program == "axolotl" and not value:
+        return {}  # axolotl reads 0 as its default
+    if surefoot_name == "label_smoothing" and run.method != "dpo":
+        if parse_number(value):
+            raise run.make_value_error(name, value, f"0: method {run.method} has no such setting")
         return {}
     if surefoot_name == "label_smoothing" and parse_number(value) and not SMOOTHED.keys() & set(_losses_of(run)):
         raise run.make_value_error(name, value, f"0, or one of the losses {' and '.join(SMOOTHED)}, which use it")

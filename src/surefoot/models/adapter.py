@@ -100,16 +100,16 @@ def _build_peft_config(
 
 
 def _name_class(model: PreTrainedModel) -> dict[str, str] | None:
-    """Return the class that an adapter is of, as PEFT writes it, if AutoModelForCausalLM would open another.
+    """Return the class that an adapter is of, as PEFT writes it, if AutoModelForCausalLM would not open it.
 
-    It opens the language model of some vision-language checkpoints (Qwen3.5, Llama 4), whose modules have other names.
-    PEFT's automatic classes then open the class that is named here.
+    It opens the language model of some vision-language checkpoints (Qwen3.5, Llama 4), whose modules have other names,
+    and knows most others not at all. PEFT's automatic classes then open the class that is named here.
     """
     trained, opened = (
         mapping.get(type(model.config), None)
         for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING)
     )
-    if trained is None or opened is None or opened is trained:
+    if trained is None or opened is trained:
         return None
     return {"base_model_class": trained.__name__, "parent_library": trained.__module__}
 

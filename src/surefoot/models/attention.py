@@ -184,7 +184,7 @@ def _attend_with_shared_prefixes(
         else:
             before, length = lengths[owner], lengths[row]
             whole_key, whole_value = (torch.cat([parts[owner], parts[row]], dim=2) for parts in (keys, values))
-            mask = layer.mask.without_blocks()  # such samples are completions, and blocks are images
+            mask = layer.mask.of_spans([samples.spans[owner], samples.spans[row]])
             if before <= length and mask.allowed(before + length, query.device) is None:
                 # Causal attention of the whole needs no mask and skips what none sees: faster than the rest of it.
                 whole_query = torch.cat([queries[owner], queries[row]], dim=2)

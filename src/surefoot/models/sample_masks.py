@@ -75,10 +75,6 @@ class SampleMask:
             return self
         return replace(self, blocks=torch.cat([self.blocks[span] for span in spans]))
 
-    def without_blocks(self) -> "SampleMask":
-        """Return the mask of tokens that are in no block."""
-        return self if self.blocks is None else replace(self, blocks=None)
-
     def allowed(self, length: int, device: torch.device) -> Tensor | None:
         """Return which tokens are seen in a sample, bool [length, length]; None for plain causal attention."""
         is_windowed = self.window is not None and length > self.window

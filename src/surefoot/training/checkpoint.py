@@ -198,10 +198,11 @@ def check_resumable(loaded: LoadedConfig, path: Path, saved: TrainState, fresh: 
 
     Raises: CheckpointError for other weights or data; ConfigError if `max_steps` is below its step.
     """
-    checks_weights = loaded.run.tuning == "lora" and saved.base_fingerprint
-    if checks_weights and saved.base_fingerprint != fresh.base_fingerprint:
+    uses_base = loaded.run.tuning == "lora" or loaded.run.keeps_reference
+    if uses_base and saved.base_fingerprint and saved.base_fingerprint != fresh.base_fingerprint:
+        kind = "frozen weights" if loaded.run.tuning == "lora" else "weights of the reference"
         raise CheckpointError(
-            f"{path} was trained with other frozen weights: those of {loaded.run.model} have changed. Restore them, or "
+            f"{path} was trained with other {kind}: those of {loaded.run.model} have changed. Restore them, or "
             f"start a new run in another output_dir ({loaded.where('model')})."
         )
     if saved.data_fingerprint != fresh.data_fingerprint:

@@ -114,7 +114,7 @@ class GroupScorer:
         """Return the trajectories to train on, and their lines of completions.jsonl. Masked ones have weight 0."""
         config = self._config
         group_advantages = advantages(
-            [group.totals for group in groups], config.deviation_scope, config.advantage_estimator
+            [group.totals for group in groups], config.scale_rewards, config.advantage_estimator
         )
         rows = [
             (group.prompt, completion, advantage)

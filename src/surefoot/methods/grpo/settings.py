@@ -9,10 +9,6 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from surefoot.config.rollout import RolloutConfig
 from surefoot.config.schema import Contradiction, Free, Item, RunConfig
 
-DEFAULT_SCOPES: dict[str, Literal["group", "batch", "none"]] = {
-    "grpo": "group", "rloo": "none", "reinforce_plus_plus": "batch",
-}  # fmt: skip
-"""`scale_rewards` of each advantage estimator, as in ms-swift."""
 Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
 
 
@@ -82,11 +78,11 @@ class GrpoConfig(RolloutConfig):
     """What a reward is compared with. `grpo`: the mean of its group. `rloo`: the mean of the others in its group.
     `reinforce_plus_plus`: the mean of its group, and then the deviation is that of all such differences of the step."""
     scale_rewards: Annotated[
-        Literal["group", "batch", "none"] | None,
+        Literal["group", "batch", "none"],
         BeforeValidator(lambda value: {True: "group", False: "none"}[value] if isinstance(value, bool) else value),
-    ] = None
-    """Advantages are divided by the standard deviation of the rewards of the group, of the step, or not at all.
-    Default: group; none with `rloo`; batch with `reinforce_plus_plus`."""
+    ] = "group"
+    """Advantages are divided by the standard deviation of the rewards of the group, of the step, or not at all. The
+    paper of `rloo` has none, that of `reinforce_plus_plus` batch."""
     importance_correction: Literal["truncate", "mask", "sequence_truncate", "sequence_mask", "none"] = "truncate"
     """Correction of tokens whose probability in sampling differs from that in training. `truncate`: their ratio,
     clamped to `importance_floor` and `importance_cap`. `mask`: their ratio, 0 outside these. `sequence_truncate`,
@@ -107,11 +103,6 @@ class GrpoConfig(RolloutConfig):
     """Replace groups whose rewards are all equal, which have no learning signal, by groups of the next prompts."""
     dynamic_sampling_tries: int = Field(default=3, gt=0)
     """Rounds of such replacements in a step; after them the step trains on the groups that it has."""
-
-    @property
-    def deviation_scope(self) -> Literal["group", "batch", "none"]:
-        """The rewards whose standard deviation advantages are divided by."""
-        return self.scale_rewards or DEFAULT_SCOPES[self.advantage_estimator]
 
     @property
     def steps_per_batch(self) -> int:

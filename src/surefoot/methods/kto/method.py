@@ -1,6 +1,6 @@
 """Kahneman-Tversky optimisation: desired answers become likelier, and others less likely, without pairs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,9 +10,10 @@ from torch import Tensor
 from surefoot.config import RunConfig
 from surefoot.data.collate import MicroBatch, collate, dummy_batch
 from surefoot.data.dataset import Dataset, Sample, SampleKey
-from surefoot.data.pairs import CHOSEN
+from surefoot.data.images import Image
+from surefoot.data.pairs import CHOSEN, QUESTION, take_images
 from surefoot.distributed.process_group import SINGLE_PROCESS, World
-from surefoot.methods.base import BatchTotals, Objective
+from surefoot.methods.base import BatchTotals, MethodContext, Objective
 from surefoot.methods.kto.settings import KtoConfig
 from surefoot.methods.preference import AnswerBatch, PreferenceMethod, PreferenceObjective
 from surefoot.methods.token_loss import has_values, sum_answers
@@ -48,7 +49,7 @@ class KtoObjective(PreferenceObjective):
         super().__init__(built, config, ranks)
         self._beta = config.beta
         self._weights = (config.undesirable_weight, config.desirable_weight)
-        self._has_divergence = config.loss_type == "kto"
+        self._has_divergence = config.has_divergence
         self._divergence = 0.0
 
     def score(self, batch: MicroBatch) -> Tensor:
@@ -161,40 +162,78 @@ class Kto(PreferenceMethod):
         assert isinstance(config, KtoConfig)
         return KtoObjective(built, config, ranks)
 
+    def __init__(self, context: MethodContext) -> None:
+        super().__init__(context)
+        config = context.loaded.run
+        assert isinstance(config, KtoConfig)
+        self._has_divergence = config.has_divergence
+        self._partners: dict[tuple[int, int], Mapping[int, int]] = {}
+        """Partners of the samples of a chunk, by the identity of its dataset and its number."""
+
     def prepare_batch(self, batch: MicroBatch, dataset: Dataset) -> MicroBatch:
         """Return the batch with the labels of its answers, and its questions with the answers to others."""
-        reader, most = self.context.data.reader, dataset.options.max_length
+        reader = self.context.data.reader
+        mismatched = None
         if batch.is_dummy:
-            return LabelledBatch(**vars(batch), mismatched=dummy_batch(reader))
+            return LabelledBatch(**vars(batch), mismatched=dummy_batch(reader) if self._has_divergence else None)
         samples = [dataset.sample(*key) for key in batch.sample_keys]
-        others = [mismatched_sample(dataset, key, most) for key in batch.sample_keys]
+        if self._has_divergence:
+            mismatched = collate([self._mismatch(dataset, key) for key in batch.sample_keys], reader)
         is_desired = [sample.parts is not None and sample.parts[CHOSEN] > 0 for sample in samples]
-        return LabelledBatch(**vars(batch), is_desired=torch.tensor(is_desired), mismatched=collate(others, reader))
+        return LabelledBatch(**vars(batch), is_desired=torch.tensor(is_desired), mismatched=mismatched)
+
+    def _mismatch(self, dataset: Dataset, key: SampleKey) -> Sample:
+        chunk, sample = key
+        partners = self._partners.get((id(dataset), chunk))
+        if partners is None:
+            partners = self._partners[id(dataset), chunk] = find_partners(dataset, chunk)
+        options = dataset.options
+        other = dataset.sample(chunk, partners[sample])
+        return mismatch(dataset.sample(*key), other, options.max_length, options.image_token)
 
 
-def mismatched_sample(dataset: Dataset, key: SampleKey, most: int) -> Sample:
-    """Return a sample's question with the answer to another, of the nearest sample before it in its chunk.
+def find_partners(dataset: Dataset, chunk: int) -> dict[int, int]:
+    """Return, for each sample of a chunk, the one whose answer its question is given: the nearest before it with
+    another question, around the beginning of the chunk; the one before it if all questions are equal.
 
-    It depends on the data alone, so it is the same in every epoch and on any number of ranks. `most`: tokens to keep.
+    It depends on the rows in use alone, so it is the same in every epoch and on any number of ranks.
     """
-    sample = dataset.sample(*key)
-    question = _question_of(sample)
-    differing = (each for each in _earlier(dataset, key) if not np.array_equal(_question_of(each), question))
-    other = next(differing, sample)
-    answer = slice(len(_question_of(other)), None)
-    ids = np.concatenate([question, other.ids[answer]])[:most]
-    weights = np.concatenate([np.zeros(len(question), np.float32), other.weights[answer]])[:most]
-    return replace(sample, ids=ids, weights=weights, parts=None)
+    samples = dataset.chunk_samples(chunk).samples.tolist()
+    questions = [_identify_question(dataset.sample(chunk, sample), dataset.options.image_token) for sample in samples]
+    count = len(samples)
+    first = next((index for index in range(count) if questions[index - 1] != questions[index]), None)
+    if first is None:
+        return {samples[index]: samples[index - 1] for index in range(count)}
+    partners: dict[int, int] = {}
+    before = 0
+    for index in (place % count for place in range(first, first + count)):
+        if questions[index - 1] != questions[index]:
+            before = index - 1
+        partners[samples[index]] = samples[before]
+    return partners
 
 
-def _question_of(sample: Sample) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
+def mismatch(sample: Sample, other: Sample, max_length: int, image_token: int | None) -> Sample:
+    """Return a sample's question with the answer of another, cut to a length, and not within an image."""
+    (question, own), (other_question, others) = (_split_question(each, image_token) for each in (sample, other))
+    answer = slice(other_question, None)
+    ids = np.concatenate([sample.ids[:question], other.ids[answer]])[:max_length]
+    weights = np.concatenate([np.zeros(question, np.float32), other.weights[answer]])[:max_length]
+    images = take_images(ids, (*own, *other.images[len(others) :]), image_token)
+    places = np.flatnonzero(ids == image_token) if sample.images or other.images else ()
+    if len(places) > (whole := sum(image.num_tokens for image in images)):
+        ids, weights = ids[: places[whole]], weights[: places[whole]]
+    return replace(sample, ids=ids, weights=weights, parts=None, images=images)
+
+
+def _split_question(sample: Sample, image_token: int | None) -> tuple[int, tuple[Image, ...]]:
+    """Return the number of tokens of a sample's question, and its images."""
     assert sample.parts is not None
-    return sample.ids[: sample.parts[0]]
+    question = sample.parts[QUESTION]
+    return question, take_images(sample.ids[:question], sample.images, image_token)
 
 
-def _earlier(dataset: Dataset, key: SampleKey) -> Iterator[Sample]:
-    """Yield the other samples in use of a sample's chunk, from the one before it backwards, around its beginning."""
-    chunk, sample = key
-    samples = dataset.chunk_samples(chunk).samples
-    place = int(np.searchsorted(samples, sample))
-    return (dataset.sample(chunk, int(each)) for each in np.roll(samples, -place)[:0:-1])
+def _identify_question(sample: Sample, image_token: int | None) -> int:
+    """Return a hash of the tokens and images of a sample's question."""
+    question, images = _split_question(sample, image_token)
+    return hash((sample.ids[:question].tobytes(), tuple(image.sha256 for image in images)))

@@ -1,7 +1,7 @@
 """The settings of Kahneman-Tversky optimisation."""
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -27,6 +27,16 @@ class KtoConfig(PreferenceConfig):
     within a factor of 4/3."""
     undesirable_weight: float = Field(default=1.0, ge=0, le=1e4)
     """Weight of the losses of answers that are not desired."""
+
+    @property
+    def has_divergence(self) -> bool:
+        """Whether the loss compares with the divergence from the reference."""
+        return self.loss_type == "kto"
+
+    @property
+    def reference_settings(self) -> dict[str, Any]:
+        """`loss_type`, which decides whether mismatched answers are computed."""
+        return {"loss_type": self.loss_type}
 
     def contradictions(self, non_default: set[str]) -> Iterator[Contradiction]:
         """Yield conflicts of settings. `non_default`: names of those that differ from the default."""
