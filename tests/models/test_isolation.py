@@ -495,5 +495,5 @@ def test_a_model_is_refused_in_a_type_that_its_code_does_not_compute_in(tmp_path
 
 def test_an_encoder_with_a_decoder_is_refused(tmp_path: Path) -> None:
     Florence2Config().save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="model_type=florence2 is an encoder with a decoder"):
+    with pytest.raises(ModelError, match="model_type=florence2 is an encoder-decoder"):
         meta_model(tmp_path)

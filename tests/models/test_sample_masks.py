@@ -74,11 +74,6 @@ def test_each_sample_of_a_row_sees_what_it_sees_alone_in_transformers(create: Ca
         assert torch.equal(found, theirs)
 
 
-def test_tokens_of_no_block_see_those_before_them_alone() -> None:
-    described = full(**arguments_for(attention.IMPLEMENTATION, LENGTHS, BLOCKS))
-    assert described.without_blocks().allowed(5, torch.device("cpu")) is None
-
-
 def test_blocks_of_another_row_are_refused() -> None:
     described = full(**arguments_for(attention.IMPLEMENTATION, LENGTHS, BLOCKS))
     states = torch.zeros(1, 1, 9, 4)

@@ -183,9 +183,7 @@ def _get_upper_bound(name: str) -> float:
 def model_class(folder: Path, config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return the class with a language-model head for a config; for a vision-language model the full class."""
     if config.is_encoder_decoder and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:  # Florence-2
-        raise ModelError(
-            f"{folder}: model_type={config.model_type} is an encoder with a decoder; decoders are trained."
-        )
+        raise ModelError(f"{folder}: model_type={config.model_type} is an encoder-decoder, which is not trained.")
     # Some configs with a vision_config are in both mappings: the first would be the language model alone.
     for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
         if type(config) in mapping:
