@@ -47,9 +47,11 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 LIMITS = ("max_prompt_length", "max_completion_length", "max_target_length")
 """Settings of older versions that limit one part of a pair."""
 REFERENCE_MODELS = ("ref_model", "ref_model_name_or_path")
+"""Settings for a reference that is another model."""
 ADAPTERS = ("adapters", "adapter_name_or_path", "lora_model_dir")
 """Settings for an adapter to start from."""
 REFERENCE_ADAPTERS = ("ref_adapters", "ref_model_adapters")
+"""Settings for the adapter of the reference."""
 TRUNCATION = {"keep_start": "right", "keep_end": "left"}
 
 Mapped = dict[str, Any] | None | EllipsisType
@@ -115,6 +117,7 @@ def map_preferences(run: ParsedRun, name: str, value: Any) -> Mapped:
 
 
 def _has_reference(run: ParsedRun) -> bool:
+    """Return whether a loss of the run compares with a reference."""
     return run.method != "orpo" and not REFERENCE_FREE.issuperset(_losses_of(run) or ["sigmoid"])
 
 

@@ -53,24 +53,24 @@ class KtoObjective(PreferenceObjective):
         self._divergence = 0.0
 
     def score(self, batch: MicroBatch) -> Tensor:
-        """Return the log-probability of each answer, and of another answer to the same question. Shapes: [P, 2]."""
+        """Return the log-probability of each answer and of its mismatched one. Shapes: [P, 2]. Collective."""
         logps = sum_answers(self.compute_logprobs(batch), batch, max(batch.num_sequences, 1))
-        return torch.stack([logps, self._score_mismatched(batch, logps)], dim=1)
+        return torch.stack([logps, self._score_mismatched(batch)], dim=1)
 
-    def _score_mismatched(self, batch: MicroBatch, otherwise: Tensor) -> Tensor:
-        """Return the log-probabilities of the answers to other questions. Shapes: [P]. Collective."""
+    def _score_mismatched(self, batch: MicroBatch) -> Tensor:
+        """Return the log-probabilities of answers to other questions; zeros without any. Shapes: [P]. Collective."""
+        num_answers = max(batch.num_sequences, 1)
         other = batch.mismatched if isinstance(batch, LabelledBatch) else None
         if other is None or not self._has_divergence:
-            return torch.zeros_like(otherwise)
-        return sum_answers(self.compute_logprobs(other), other, len(otherwise))
+            return torch.zeros(num_answers, device=batch.ids.device)
+        return sum_answers(self.compute_logprobs(other), other, num_answers)
 
     def add_reference(self, batch: MicroBatch) -> MicroBatch:
         """Return the batch with the likelihoods of its reference, and those of mismatched answers. Collective."""
         batch = super().add_reference(batch)
         if not isinstance(batch, LabelledBatch) or not self._has_divergence:
             return batch
-        count = batch.targets.new_zeros(max(batch.num_sequences, 1), dtype=torch.float32)
-        return replace(batch, mismatched_logps=self._score_mismatched(batch, count))
+        return replace(batch, mismatched_logps=self._score_mismatched(batch))
 
     def begin_step(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Compute the reference's likelihoods and the divergence from it, over the global batch. Collective.

@@ -24,7 +24,7 @@ class OrpoConfig(PairConfig):
 
     @property
     def needs_reference(self) -> bool:
-        """False."""
+        """False: the odds of two answers are compared with each other."""
         return False
 
     def contradictions(self, non_default: set[str]) -> Iterator[Contradiction]:
