@@ -428,3 +428,8 @@ def test_first_mistakes_are_told_with_their_place(tmp_path: Path) -> None:
     file.write_text("model: m\ndataset: d\noutput_dir: o\nswanlab_project: p\n")
     with pytest.raises(ConfigError, match=r"'swanlab_project' \(run\.yaml:4\): a tracker .* SWANLAB_PROJECT"):
         load_config(file)
+
+
+def test_a_setting_of_several_other_methods_is_refused_without_choosing_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"loss_type is a setting of method grpo or dpo or kto.* orpo\. Drop it, or"):
+        load_config(None, ["model=m", "dataset=d", "output_dir=o", "method=orpo", "loss_type=orpo"])

@@ -277,9 +277,10 @@ class _Settings:
 
     def _other_method_error(self, names: Sequence[str], methods: Sequence[str], places: str) -> ConfigError:
         own = self._kind.model_fields["method"].default
+        fix = f"Set method: {methods[0]}, or drop it" if len(methods) == 1 else "Drop it, or set one of these methods"
         return ConfigError(
-            f"{', '.join(names)} is a setting of method {' or '.join(methods)}, and this run has method {own}. Set "
-            f"method: {methods[0]}, or drop it ({places})."
+            f"{', '.join(names)} is a setting of method {' or '.join(methods)}, and this run has method {own}. {fix} "
+            f"({places})."
         )
 
     def _list_problems(self, error: ValidationError, values: Mapping[str, Any]) -> Iterator[str]:
