@@ -32,7 +32,7 @@ def format_forecast(
         + f", {1 / forecast.seconds_per_token:.0f} tokens/s{_format_cost(forecast, price)}",
     ]
     if forecast.images is not None:
-        lines[-1] += f"; each forward has {forecast.images}, the most that fit"
+        lines[-1] += f"; each forward is taken to have {forecast.images}, the most that fit, also if rows have none"
     if isinstance(run, RolloutConfig):
         lines[-1] += f"; without {'sampling' if forecast.rollout_s else 'rollouts'} and rewards"
         if forecast.server is not None:
