@@ -347,7 +347,8 @@ def _open_header(content: bytes, name: str) -> Pillow.Image:
     try:
         picture = Pillow.open(BytesIO(content), formats=FORMATS)
     except UnidentifiedImageError as error:
-        raise BadImage(f"image {name} is broken: it is none of {', '.join(FORMATS)}") from error
+        others = "Convert one of another format, such as AVIF or HEIC"
+        raise BadImage(f"image {name} is broken: it is none of {', '.join(FORMATS)}. {others}") from error
     except (Pillow.DecompressionBombError, Pillow.DecompressionBombWarning) as error:  # only its text has the size
         pixels = re.search(r"\d+", str(error))
         raise _describe_too_large(name, pixels.group() if pixels else "far more") from error
