@@ -430,6 +430,6 @@ def test_first_mistakes_are_told_with_their_place(tmp_path: Path) -> None:
         load_config(file)
 
 
-def test_a_setting_of_several_other_methods_is_refused_without_choosing_one(tmp_path: Path) -> None:
+def test_a_setting_of_several_other_methods_is_refused_without_choosing_one() -> None:
     with pytest.raises(ConfigError, match=r"loss_type is a setting of method grpo or dpo or kto.* orpo\. Drop it, or"):
         load_config(None, ["model=m", "dataset=d", "output_dir=o", "method=orpo", "loss_type=orpo"])

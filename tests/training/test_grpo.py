@@ -658,3 +658,25 @@ def test_a_server_that_did_not_start_leaves_a_folder_that_the_next_start_takes(g
             surefoot.train(grpo, rollout_engine="vllm", vllm_command=server, max_steps=1)
         assert (Path(grpo["output_dir"]) / "engine").is_dir()
     assert surefoot.train(grpo, max_steps=1).status == "completed"
+
+
+@pytest.mark.long
+def test_a_divergence_in_the_reward_is_the_same_on_two_ranks_and_after_a_resume(
+    grpo: dict[str, Any], tmp_path: Path
+) -> None:
+    settings = {**grpo, "beta": 0.3, "kl_in_reward": True, "advantage_estimator": "rloo", "scale_rewards": "none",
+                "num_iterations": 2, "max_steps": 5, "save_steps": 2, "save_total_limit": None}  # fmt: skip
+    whole = {**settings, "output_dir": str(tmp_path / "whole")}
+    surefoot.train(whole, screen=False)
+    assert lines(tmp_path / "whole")[-1]["kl"] > 0
+    cut = {**settings, "output_dir": str(tmp_path / "cut")}
+    assert train_with(cut, SignalAfter(3, signal.SIGTERM)).status == "interrupted"
+    surefoot.train(cut, screen=False)
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    (tmp_path / "run.json").write_text(json.dumps({**cut, "nproc_per_node": 2, "output_dir": str(tmp_path / "two")}))
+    two = command("train", str(tmp_path / "run.json"))
+    assert two.returncode == 0, two.stderr
+    for one, other in zip(lines(tmp_path / "whole"), lines(tmp_path / "two"), strict=True):
+        assert other["reward"] == one["reward"]
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-3, abs=1e-5)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3, abs=1e-5)

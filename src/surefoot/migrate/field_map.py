@@ -271,13 +271,10 @@ def _map_rollouts(run: ParsedRun, name: str, value: Any) -> MappedSettings:
     if name == "loss_type" and value == "grpo" and _is_gspo(run):
         return {"loss_type": "gspo"}
     if name in ("advantage_estimator", "kl_in_reward") and run.method == "grpo":
+        own = {"advantage_estimator": value} if name == "advantage_estimator" else {}
         in_reward = parse_number(run.settings.get("kl_in_reward", run.settings.get("advantage_estimator") != "grpo"))
         beta = parse_number(run.settings.get("beta", GRPO_DEFAULTS.get(run.program, {}).get("beta", 0)))
-        if in_reward and beta:
-            raise run.make_value_error(
-                name, value, f"kl_in_reward: false, or beta: 0 (it is {beta}): the divergence is part of the loss here"
-            )
-        return {} if name == "kl_in_reward" else ...
+        return own | ({"kl_in_reward": True} if in_reward and beta else {})
     if name == "importance_sampling_level":
         return {"token": {}, "sequence": {"loss_type": "gspo"} if _is_gspo(run) else None}.get(str(value))
     is_uncorrected = parse_number(run.settings.get("vllm_importance_sampling_correction")) is False

@@ -35,6 +35,10 @@ class Trajectory:
     """Log-probabilities under the model without its adapter, if `beta` needs them."""
     experts: str | None = None
     """Experts that training replays, if any: see `routed_experts`."""
+    group: int = 0
+    """Number of its group in the step."""
+    reward: float | None = None
+    """Its reward; None if it is masked."""
 
 
 @dataclass(frozen=True)

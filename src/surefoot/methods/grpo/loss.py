@@ -1,8 +1,11 @@
 """Group relative policy optimisation: the loss over completions with advantages, in the variants of seven papers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import chain
+from math import isnan, nan
 from typing import NamedTuple
 
 import torch
@@ -14,6 +17,7 @@ from surefoot.distributed.fsdp import reshard
 from surefoot.distributed.process_group import SINGLE_PROCESS, World, sum_over_ranks
 from surefoot.errors import ModelError
 from surefoot.methods.base import BatchTotals, LossTerms, Objective, PlannedLoss
+from surefoot.methods.grpo.advantage import advantages
 from surefoot.methods.grpo.batch import CompletionBatch, Trajectory, collate_completions
 from surefoot.methods.grpo.settings import GrpoConfig
 from surefoot.methods.grpo.types import Request
@@ -46,6 +50,7 @@ class PolicyLoss:
     importance_floor: float = 0.0
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
+    kl_in_reward: bool = False
 
     @staticmethod
     def of(config: GrpoConfig) -> "PolicyLoss":
@@ -68,8 +73,9 @@ class PolicyLoss:
         Times p_old / p_rollout, because the engine's numbers are not the trainer's: from `importance_floor` up to
         `importance_cap` (truncate: importance sampling as in IMPALA, arXiv:1802.01561, eq. 1) or 0 outside (mask:
         IcePop, arXiv:2510.18855); sequence_truncate and sequence_mask: the product over the completion, as TRL has it.
-        Plus beta times the divergence from the reference (arXiv:2402.03300, eq. 4), times r, which makes its gradient
-        unbiased where r is of the token and completions are of the same weights (DeepSeek-V3.2, arXiv:2512.02556).
+        Plus beta times the divergence from the reference (arXiv:2402.03300, eq. 4), unless that is in the reward; times
+        r, which makes its gradient unbiased where r is of the token and completions are of the same weights
+        (DeepSeek-V3.2, arXiv:2512.02556).
         """
         assert batch.weights is not None
         # The policy may give a masked token a probability of 0 by now: its ratio must not reach a gradient.
@@ -113,7 +119,8 @@ class PolicyLoss:
         if self.beta and batch.reference_logprobs is not None:
             distance = torch.where(is_trained, batch.reference_logprobs, zeros) - logprobs
             divergence = distance.exp() - distance - 1
-            losses = losses + self.beta * ratio * divergence
+            if not self.kl_in_reward:
+                losses = losses + self.beta * ratio * divergence
             metrics["kl"] = divergence.detach()
         return losses, metrics
 
@@ -143,6 +150,7 @@ class GrpoObjective(Objective):
         """Recorder of the model's routers."""
         self._ranks = ranks
         self._loss = PolicyLoss.of(config)
+        self._compute_advantages = partial(advantages, scale=config.scale_rewards, estimator=config.advantage_estimator)
         self._stores_old_logprobs = config.num_iterations > 1
         self._replays_routing = config.routing_replay != "none"
         self._stores_first_routing = config.routing_replay == "first"
@@ -200,6 +208,7 @@ class GrpoObjective(Objective):
         """
         self._counts, self._sums = None, []
         ready: list[MicroBatch] = []
+        is_new = any(not batch.is_dummy and getattr(batch, "reference_logprobs", None) is None for batch in batches)
         for batch in batches:
             assert isinstance(batch, CompletionBatch)
             if self._stores_old_logprobs:
@@ -207,7 +216,42 @@ class GrpoObjective(Objective):
             if self._loss.beta:
                 batch = self._add_logprobs(batch, "reference_logprobs", with_adapter=False)
             ready.append(batch)
-        return ready
+        takes_divergence = self._loss.kl_in_reward and bool(self._ranks.sum([is_new])[0])
+        return self._subtract_divergence(ready) if takes_divergence else ready
+
+    def _subtract_divergence(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Return the batches with advantages of rewards from which `beta` times the divergence is taken. Collective.
+
+        The divergence of a completion is the sum of log p - log p_reference over its tokens, p being the probability
+        with which they were drawn (RLOO, arXiv:2402.14740, sec. 3).
+        """
+        local: list[tuple[int, float]] = []
+        for batch in batches:
+            if isinstance(batch, CompletionBatch) and batch.reference_logprobs is not None:
+                sums = _sum_by_completion(batch.rollout_logprobs - batch.reference_logprobs, batch).tolist()
+                for trajectory, divergence in zip(batch.trajectories, sums, strict=True):
+                    reward = nan if trajectory.reward is None else trajectory.reward - self._loss.beta * divergence
+                    local.append((trajectory.group, reward))
+        of_ranks = self._ranks.gather(local)
+        groups: dict[int, list[float]] = {}
+        for group, reward in chain.from_iterable(of_ranks):
+            groups.setdefault(group, []).append(reward)
+        computed = dict(zip(groups, self._compute_advantages(list(groups.values())), strict=True))
+        # Each rank finds its own behind those of the ranks before it.
+        remaining = {group: iter(values) for group, values in computed.items()}
+        for group, _ in chain.from_iterable(of_ranks[: self._ranks.rank]):
+            next(remaining[group])
+        return [self._replace_advantages(batch, remaining) for batch in batches]
+
+    def _replace_advantages(self, batch: MicroBatch, values: Mapping[int, Iterator[float]]) -> MicroBatch:
+        """Return a batch with the next advantages of its completions' groups, which the completions keep."""
+        if not isinstance(batch, CompletionBatch) or batch.reference_logprobs is None:
+            return batch
+        for trajectory in batch.trajectories:
+            advantage = next(values[trajectory.group])
+            trajectory.advantage = 0.0 if isnan(advantage) else advantage
+        each = torch.tensor([trajectory.advantage for trajectory in batch.trajectories], device=batch.advantages.device)
+        return replace(batch, advantages=each[batch.answer_of])
 
     def _add_logprobs(self, batch: CompletionBatch, field_name: str, *, with_adapter: bool) -> CompletionBatch:
         """Return the batch with log-probabilities in a field; compute them if it has none."""

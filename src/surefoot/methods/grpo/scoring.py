@@ -121,6 +121,7 @@ class GroupScorer:
             for group, values in zip(groups, group_advantages, strict=True)
             for completion, advantage in zip(group.completions, values, strict=True)
         ]
+        rewards = [(number, reward) for number, group in enumerate(groups) for reward in group.totals]
         trained_tokens = [0 if self.is_masked(completion) else len(completion.ids) for _, completion, _ in rows]
         weights = token_weights(config.loss_type, trained_tokens, config.max_completion_length)
         trajectories = [
@@ -133,8 +134,10 @@ class GroupScorer:
                 prompt.place,
                 prompt.images,
                 experts=completion.experts,
+                group=group,
+                reward=None if isnan(reward) else reward,
             )
-            for (prompt, completion, advantage), weight in zip(rows, weights, strict=True)
+            for (prompt, completion, advantage), weight, (group, reward) in zip(rows, weights, rewards, strict=True)
         ]
         return trajectories, [self._format_line(*row) for row in rows]
 

@@ -72,6 +72,9 @@ class GrpoConfig(RolloutConfig):
     """The same for other tokens: a steeper bound gives them less weight where ratios are far from 1."""
     beta: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence from the model without its adapter. 0 does not compute it."""
+    kl_in_reward: bool = False
+    """Whether `beta` times the divergence of a completion is taken from its reward before advantages are computed, as
+    in RLOO and REINFORCE++, and not added to the loss of its tokens, as in GRPO."""
     num_iterations: int = Field(default=1, gt=0)
     """Optimizer steps on the same completions."""
     advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus"] = "grpo"
@@ -179,7 +182,17 @@ class GrpoConfig(RolloutConfig):
     def _check_divergence(self) -> Iterator[Contradiction]:
         """Yield why `beta` has no reference: no model without its adapter, or one that training did not begin with."""
         if not self.beta:
+            if self.kl_in_reward:
+                yield Contradiction(
+                    "kl_in_reward=True with beta=0: nothing is taken from rewards. Set beta", "kl_in_reward"
+                )
             return
+        if self.kl_in_reward and not self.knows_rollout_logprobs:
+            yield Contradiction(
+                "kl_in_reward=True with top_p or top_k in vLLM: the divergence is measured by the server's logprobs, "
+                "which are then normalised over the tokens that these leave. Drop top_p and top_k, or kl_in_reward",
+                "kl_in_reward",
+            )
         demand = f"beta={self.beta}"
         if self.tuning == "full":
             yield Contradiction(
