@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from surefoot.config.methods import BUILT_IN
 from tests.support.data import counting_rows, write_jsonl
 from tests.support.runs import assert_same_run, numbers
 
@@ -78,7 +79,7 @@ def test_it_is_planned(settings: dict[str, Any], packages: Path) -> None:
 
 def test_its_settings_are_listed_and_checked(settings: dict[str, Any], packages: Path) -> None:
     listed = json.loads(surefoot("settings", settings, packages, "--json").stdout)
-    assert listed["method"]["enum"] == ["sft", "grpo", "dpo", "margin"]
+    assert listed["method"]["enum"] == [*BUILT_IN, "margin"]
     assert listed["margin"]["methods"] == ["margin"]
     assert listed["margin"]["default"] == 1.0
     assert listed["margin"]["description"]
