@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.methods.base import BatchTotals
@@ -30,10 +30,13 @@ CLIPS: dict[str, dict[str, float]] = {
     "cispo": {"epsilon_high": 1.5},
     "sapo": {"sapo_temperature_pos": 1.5, "sapo_temperature_neg": 2.5},
 }
+OWN_TRAINER = "rloo"
 LOSSES = {
-    loss: "grpo" if loss == "gspo" else loss for loss in get_args(GrpoConfig.model_fields["loss_type"].annotation)
+    loss: "grpo" if loss == "gspo" else loss
+    for loss in get_args(GrpoConfig.model_fields["loss_type"].annotation)
+    if loss != OWN_TRAINER
 }
-"""Ours -> TRL's, which has GSPO as ratios of sequences."""
+"""Ours -> TRL's, which has GSPO as ratios of sequences, and another trainer for RLOO."""
 
 
 def completions() -> list[Trajectory]:
@@ -165,3 +168,56 @@ def test_the_gradient_is_that_of_trl(
         torch.testing.assert_close(gradient, expected[name], rtol=0, atol=TOLERANCE, msg=name)
         norms.append(gradient.norm().item())
     assert math.hypot(*norms) > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_the_loss_of_rloo_is_that_of_its_trainer(
+    model_folder: Callable[[str], Path], tokenizer: Any, tmp_path: Path
+) -> None:
+    args = RLOOConfig(
+        output_dir=str(tmp_path), per_device_train_batch_size=6, num_generations=3, max_completion_length=MAX_LENGTH,
+        temperature=TEMPERATURE, use_cpu=True, bf16=False, report_to=[], gradient_checkpointing=False,
+        model_init_kwargs={"dtype": "float32"},
+    )  # fmt: skip
+    theirs = RLOOTrainer(
+        str(model_folder("llama")), reward_funcs=lambda completions, **_: [0.0] * len(completions), args=args,
+        train_dataset=Dataset.from_list([{"prompt": "x"}]), processing_class=tokenizer,
+    )  # fmt: skip
+    theirs.model.eval()
+    rows = completions()
+    config = GrpoConfig(
+        model="x", dataset=[{"path": "x"}], output_dir="x", reward_funcs=[{"func": "length"}], loss_type="rloo",
+        temperature=TEMPERATURE, importance_correction="none", max_completion_length=MAX_LENGTH,
+    )  # fmt: skip
+    built = build_model(model_folder("llama"), lora=None, device=torch.device("cpu"), dtype=torch.float32)
+    objective = GrpoObjective(built, config)
+    weights = token_weights("rloo", [len(one.ids) for one in rows], MAX_LENGTH)
+    for number, (one, weight) in enumerate(zip(rows, weights, strict=True)):
+        one.weight, one.rollout_logprobs = weight, [0.0] * len(one.ids)
+        (alone,) = completion_batches([one], 1, share_prompts=False, layout=ONE_RANK)
+        with torch.no_grad():
+            one.old_logprobs = near(objective._logprobs(alone)[0].tolist(), 0.1, number)
+    total = torch.zeros(())
+    for batch in completion_batches(rows, 4, share_prompts=True, layout=ONE_RANK):
+        loss = objective.loss(batch, BatchTotals(0, 0, 0.0)).total
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.detach()
+    expected = theirs._compute_loss(
+        theirs.model,
+        {
+            "prompt_ids": padded([one.prompt for one in rows], 0, left=True),
+            "prompt_mask": padded([[1] * len(one.prompt) for one in rows], 0, left=True),
+            "completion_ids": padded([one.ids for one in rows], 0),
+            "completion_mask": padded([[1] * len(one.ids) for one in rows], 0),
+            "advantages": torch.tensor([one.advantage for one in rows]),
+            "old_logps": torch.tensor([sum(one.old_logprobs or []) for one in rows]),
+        },
+    )
+    expected.backward()
+    assert float(total) == pytest.approx(float(expected.detach()), abs=TOLERANCE)
+    gradients = dict(theirs.model.named_parameters())
+    for name, parameter in built.model.named_parameters():
+        other = gradients[name].grad
+        assert parameter.grad is not None
+        assert (parameter.grad - other).norm() <= TOLERANCE * max(float(other.norm()), 1.0), name

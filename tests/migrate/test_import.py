@@ -636,7 +636,6 @@ def test_options_of_axolotls_sources_that_are_the_default_here_are_no_loss(tmp_p
         ("dpo", "model_name_or_path: m\ndataset_name: d\nuse_peft: true\nprecompute_ref_log_probs: true\n"),
         ("kto", "model_name_or_path: m\ndataset_name: d\ndesirable_weight: 1.5\nbeta: 0.1\n"),
         ("reward", "model_name_or_path: m\ndataset_name: d\ncenter_rewards_coefficient: 0.01\n"),
-        ("rloo", "model_name_or_path: m\ndataset_name: d\nnum_generations: 4\nnormalize_advantages: true\n"),
         ("reward", "base_model: m\ndatasets: [{path: d}]\nreward_model: true\n"),
         ("prm", "base_model: m\ndatasets: [{path: d}]\nprocess_reward_model: true\n"),
         ("diffusion", "base_model: m\ndatasets: [{path: d}]\ndiffusion: {eps: 0.1}\n"),
@@ -650,7 +649,7 @@ def test_a_file_of_another_method_does_not_become_sft(tmp_path: Path, method: st
     assert get_values(convert(run))["method"] == method
 
 
-@pytest.mark.parametrize("method", ["dpo", "kto", "reward", "rloo"])
+@pytest.mark.parametrize("method", ["dpo", "kto", "reward"])
 @pytest.mark.parametrize("start", ["trl {}", "accelerate launch examples/{}.py", "python -m trl.scripts.{}"])
 def test_commands_of_another_method_of_trl_are_known(start: str, method: str) -> None:
     run = import_command(f"{start.format(method)} --model_name_or_path m --dataset_name d --output_dir o --use_peft")
@@ -792,3 +791,22 @@ def test_a_server_that_is_named_by_its_address_is_to_be_vllms_own() -> None:
     assert get_values(run)["vllm_server"] == "http://h:8000"
     assert "`vllm serve`" in run.left_out["the server at http://h:8000"]
     assert not any(one.startswith("vllm_mode") for one in run.left_out)
+
+
+def test_the_rloo_trainer_of_trl_is_grpo_with_its_loss_and_advantages(tmp_path: Path) -> None:
+    words = "trl rloo --model_name_or_path m --dataset_name d --output_dir o --use_peft --reward_funcs accuracy_reward"
+    expected = {
+        "method": "grpo", "loss_type": "rloo", "advantage_estimator": "rloo", "scale_rewards": "none",
+        "importance_correction": "none", "beta": 0.05, "kl_in_reward": True, "num_generations": 2,
+        "learning_rate": 1e-6,
+    }  # fmt: skip
+    values = get_values(import_command(words))
+    assert {name: values.get(name) for name in expected} == expected
+    values = get_values(import_command(f"{words} --beta 0 --num_generations 4"))
+    assert (values["beta"], values.get("kl_in_reward"), values["num_generations"]) == (0, None, 4)
+    for option in ("--normalize_advantages true", "--reward_clip_range -1 1"):
+        with pytest.raises(ConfigError, match=option.split()[0].removeprefix("--")):
+            import_command(f"{words} {option}")
+    text = "model_name_or_path: m\ndataset_name: d\nnum_generations: 4\nnormalize_advantages: true\n"
+    with pytest.raises(ConfigError, match="advantages are not scaled over the batch"):
+        import_file(tmp_path / "run.yaml", text)

@@ -14,6 +14,7 @@ from surefoot.migrate.field_map import (
     can_be_null,
     map_rewards,
     map_setting,
+    map_trl_rloo,
     system_file,
 )
 from surefoot.migrate.imported_run import PATHS, ImportedRun
@@ -115,6 +116,9 @@ def _start_import(imported: ImportedRun) -> None:
         left_out["the average of ORPO's likelihood"] = (
             "LLaMA-Factory averages the tokens of each answer first, Surefoot those of the whole step"
         )
+    if run.method == "rloo" and run.program == "TRL":
+        run.method = "grpo"
+        imported.settings |= {name: (value, "the RLOO trainer of TRL") for name, value in map_trl_rloo(run).items()}
     if run.method == "ipo" and run.program == "axolotl":  # there a method of its own
         run.method = "dpo"
         imported.settings["loss_type"] = ("ipo", f"rl of {run.get_location('rl')}")

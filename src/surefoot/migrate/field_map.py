@@ -257,6 +257,25 @@ def _map_stable_decay(run: ParsedRun, kwargs: Mapping[str, Any]) -> dict[str, An
     return {"decay_ratio": float(f"{decay_steps / all_steps:.6g}"), "min_lr_ratio": kwargs.get("min_lr_ratio", 0.0)}
 
 
+OF_TRL_RLOO = ("normalize_advantages", "reward_clip_range")
+"""Settings of TRL's RLOO trainer alone."""
+
+
+def map_trl_rloo(run: ParsedRun) -> dict[str, Any]:
+    """Return the settings of GRPO that TRL's RLOO trainer stands for. Raises: ConfigError for what has none."""
+    if parse_number(run.settings.get("normalize_advantages", False)):
+        raise run.make_value_error("normalize_advantages", True, "false: advantages are not scaled over the batch")
+    if not is_null(run.settings.get("reward_clip_range")):
+        raise run.make_value_error(
+            "reward_clip_range", run.settings["reward_clip_range"], "none: clip in your function"
+        )
+    defaults = {"beta": 0.05, "num_generations": 2}
+    settings: dict[str, Any] = {name: value for name, value in defaults.items() if name not in run.settings}
+    settings |= dict.fromkeys(("loss_type", "advantage_estimator"), "rloo")
+    settings |= dict.fromkeys(("scale_rewards", "importance_correction"), "none")
+    return settings | ({"kl_in_reward": True} if parse_number(run.settings.get("beta", defaults["beta"])) else {})
+
+
 def _map_rollouts(run: ParsedRun, name: str, value: Any) -> MappedSettings:
     """Map settings of GRPO: loss, rewards and rollout engine.
 
@@ -270,6 +289,8 @@ def _map_rollouts(run: ParsedRun, name: str, value: Any) -> MappedSettings:
         return None
     if name == "loss_type" and value == "grpo" and _is_gspo(run):
         return {"loss_type": "gspo"}
+    if name in OF_TRL_RLOO and run.method == "grpo":
+        return {}  # read by `map_trl_rloo`
     if name in ("advantage_estimator", "kl_in_reward") and run.method == "grpo":
         own = {"advantage_estimator": value} if name == "advantage_estimator" else {}
         in_reward = parse_number(run.settings.get("kl_in_reward", run.settings.get("advantage_estimator") != "grpo"))

@@ -54,8 +54,8 @@ def token_weights(loss_type: str, trained_tokens: Sequence[int], max_length: int
     """Return the weight of each completion's tokens in the loss of the step, over all ranks; 0 if it is masked.
 
     `trained_tokens`: number of tokens of each completion; 0 if it is masked, that is left out of the loss.
-    grpo, gspo, sapo: mean over a completion's tokens, then over completions (arXiv:2402.03300; 2507.18071, eq. 5;
-    2511.20347, eq. 5).
+    grpo, gspo, sapo, rloo: mean over a completion's tokens, then over completions (arXiv:2402.03300; 2507.18071, eq. 5;
+    2511.20347, eq. 5; of rloo, each token has the loss of the completion).
     dapo, bnpo, cispo: mean over all trained tokens (arXiv:2503.14476, eq. 8; bnpo: TRL; 2506.13585, eq. 4).
     dr_grpo: sum over tokens, over completions times `max_length` (arXiv:2503.20783).
     """
@@ -64,7 +64,7 @@ def token_weights(loss_type: str, trained_tokens: Sequence[int], max_length: int
     def compute_weight(length: int) -> float:
         if not length:
             return 0.0
-        if loss_type in ("grpo", "gspo", "sapo"):
+        if loss_type in ("grpo", "gspo", "sapo", "rloo"):
             return 1 / (length * count)
         return 1 / (count * max_length) if loss_type == "dr_grpo" else 1 / total
 

@@ -1,4 +1,4 @@
-"""Group relative policy optimisation: the loss over completions with advantages, in the variants of seven papers."""
+"""Group relative policy optimisation: the loss over completions with advantages, in the variants of eight papers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -30,6 +30,8 @@ EPSILON = 0.2
 DEFAULT_CLIPS = {"cispo": (EPSILON, 5.0), "gspo": (3e-4, 4e-4)}
 """epsilon and epsilon_high if none is set. For cispo, the latter is the largest ratio (ScaleRL, arXiv:2510.13786); for
 gspo, the ratios of whole completions are closer to 1 (GSPO, arXiv:2507.18071, sec. 5.1)."""
+OF_COMPLETIONS = frozenset(("gspo", "rloo"))
+"""Losses by the ratio of a whole completion."""
 MAX_LOG_RATIO = 20.0
 """Largest log-ratio of training's to sampling's probability. Larger ones add no meaning and would overflow the mean."""
 METRICS = ("entropy", "kl", "clip_ratio", "importance_ratio", "logprob_difference", "ratio", "routing_agreement")
@@ -67,8 +69,9 @@ class PolicyLoss:
 
         grpo, dapo, dr_grpo, bnpo: -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A), r of each token (PPO,
         arXiv:1707.06347, eq. 7; GRPO, arXiv:2402.03300, eq. 3). gspo: the same with r of the whole completion, the
-        geometric mean of its tokens' (arXiv:2507.18071, eq. 7). cispo: -min(r, epsilon_high) A log p, with no gradient
-        through r (arXiv:2506.13585, eq. 4). sapo: -4 / t sigma(t (r - 1)) A, with t by the sign of A, which bounds the
+        geometric mean of its tokens' (arXiv:2507.18071, eq. 7); rloo: with their product (arXiv:2402.14740). cispo:
+        -min(r, epsilon_high) A log p, with no gradient through r (arXiv:2506.13585, eq. 4). sapo:
+        -4 / t sigma(t (r - 1)) A, with t by the sign of A, which bounds the
         ratio smoothly (arXiv:2511.20347, eq. 6).
         Times p_old / p_rollout, because the engine's numbers are not the trainer's: from `importance_floor` up to
         `importance_cap` (truncate: importance sampling as in IMPALA, arXiv:1802.01561, eq. 1) or 0 outside (mask:
@@ -86,9 +89,11 @@ class PolicyLoss:
         old = torch.where(is_trained, old, zeros)
         advantages = batch.advantages
         log_ratio = logprobs - old
-        if self.loss_type == "gspo":
-            lengths = _sum_by_completion(torch.ones_like(log_ratio), batch)
-            log_ratio = (_sum_by_completion(log_ratio, batch) / lengths)[batch.answer_of]
+        if self.loss_type in OF_COMPLETIONS:
+            sums = _sum_by_completion(log_ratio, batch)
+            if self.loss_type == "gspo":
+                sums = sums / _sum_by_completion(torch.ones_like(log_ratio), batch)
+            log_ratio = sums[batch.answer_of]
         ratio = log_ratio.exp()
         if self.loss_type == "cispo":
             losses = -ratio.detach().clamp(max=self.epsilon_high) * advantages * logprobs
@@ -362,6 +367,6 @@ class PlannedPolicyLoss(PlannedLoss):
             old_logprobs=tokens,
             reference_logprobs=tokens if self.loss.beta else None,
         )
-        # gspo counts the tokens of completions, which have no values here. It holds as many numbers per token as grpo.
-        loss = replace(self.loss, loss_type="grpo") if self.loss.loss_type == "gspo" else self.loss
+        # They sum over completions, whose numbers have no values here, and hold as many numbers per token as grpo.
+        loss = replace(self.loss, loss_type="grpo") if self.loss.loss_type in OF_COMPLETIONS else self.loss
         return lambda: loss(logprobs(policy)[0], policy)[0].sum()

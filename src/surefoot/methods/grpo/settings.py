@@ -59,7 +59,7 @@ class GrpoConfig(RolloutConfig):
     """Seconds that a reward function may take for one group; a slower call is ended, and its completions are masked."""
     reward_num_proc: Free[int] = Field(default=1, gt=0, le=256)
     """Worker processes of each rank for reward functions."""
-    loss_type: Literal["grpo", "dapo", "dr_grpo", "bnpo", "gspo", "cispo", "sapo"] = "dapo"
+    loss_type: Literal["grpo", "dapo", "dr_grpo", "bnpo", "gspo", "cispo", "sapo", "rloo"] = "dapo"
     """How a token's ratio and advantage become a loss, and what the loss is averaged over. See docs/grpo.md."""
     epsilon: float | None = Field(default=None, ge=0, lt=1)
     """Ratios below 1 - epsilon are clipped. Default: 0.2; for gspo 3e-4. cispo clips no small ratio."""
