@@ -140,7 +140,12 @@ def test_a_batch_without_its_reference_has_a_loss(built: BuiltModel, dataset: Da
         mismatched=collate(mismatched(dataset)),
     )
     config = KtoConfig(model="x", dataset=[{"path": "x"}], output_dir="x")
-    KtoObjective(built, config).probe_forward([batch])
+    objective = KtoObjective(built, config)
+    objective.probe_forward([batch])
+    distance = 0.1 * objective.score(batch)[:, 0]
+    expected = 1 - torch.where(torch.tensor(LABELS), distance, -distance).sigmoid()
+    loss = objective.loss(batch, BatchTotals(0, 0, 0.0, 4)).total.detach()
+    torch.testing.assert_close(loss, expected.mean(), msg="the reference counts as uniform")
 
 
 def test_answers_are_mismatched_as_in_a_batch_of_trl(dataset: Dataset) -> None:

@@ -26,7 +26,7 @@ class PreferenceConfig(RunConfig):
 
     @property
     def keeps_reference(self) -> bool:
-        """`needs_reference`."""
+        """The same as `needs_reference`."""
         return self.needs_reference
 
     @property

@@ -46,7 +46,7 @@ class MicroBatch:
     is_question: Tensor | None = None
     """bool [N]: which of the trained tokens are of the question of a pair; None if none is."""
     sample_keys: tuple[SampleKey, ...] = ()
-    """Where each sample stands in its dataset; empty if they are of none."""
+    """Places of the samples in their dataset; empty if they are of none."""
 
     @property
     def num_tokens(self) -> int:

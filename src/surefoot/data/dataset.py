@@ -51,7 +51,7 @@ class Sample:
     weights: NDArray[np.float32]
     place: str
     key: SampleKey | None = None
-    """Where it stands in its dataset; None if it is of none."""
+    """Its place in its dataset; None if it is of none."""
     images: tuple[Image, ...] = ()
     parts: tuple[int, int, int] | None = None
     """Tokens of the question, the chosen and the rejected answer, one after the other; None if it is no pair."""

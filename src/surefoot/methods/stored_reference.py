@@ -50,7 +50,7 @@ class StoredReference:
 
 @dataclass(frozen=True)
 class ReferenceScorer:
-    """Computes what of a reference no earlier run has computed, with the model that training begins with."""
+    """Completes the stored reference of a dataset with the model that training begins with."""
 
     batches: Callable[[Iterable[SampleKey]], Iterable[MicroBatch]]
     """Yields this rank's part of some samples, as many batches on each rank."""
@@ -59,7 +59,7 @@ class ReferenceScorer:
     score: Callable[[MicroBatch], Tensor]
     """Returns two log-probabilities of each sample of a batch, [samples, 2], without graph. Collective."""
     identity: Mapping[str, Any]
-    """What the numbers depend on besides the data, as JSON values."""
+    """Values that the numbers depend on besides the data, in JSON."""
     announce: Callable[[int], None]
     """Called with the number of samples to compute before the first of them."""
 

@@ -71,8 +71,7 @@ class PolicyLoss:
         arXiv:1707.06347, eq. 7; GRPO, arXiv:2402.03300, eq. 3). gspo: the same with r of the whole completion, the
         geometric mean of its tokens' (arXiv:2507.18071, eq. 7); rloo: with their product (arXiv:2402.14740). cispo:
         -min(r, epsilon_high) A log p, with no gradient through r (arXiv:2506.13585, eq. 4). sapo:
-        -4 / t sigma(t (r - 1)) A, with t by the sign of A, which bounds the
-        ratio smoothly (arXiv:2511.20347, eq. 6).
+        -4 / t sigma(t (r - 1)) A, with t by the sign of A, which bounds the ratio smoothly (arXiv:2511.20347, eq. 6).
         Times p_old / p_rollout, because the engine's numbers are not the trainer's: from `importance_floor` up to
         `importance_cap` (truncate: importance sampling as in IMPALA, arXiv:1802.01561, eq. 1) or 0 outside (mask:
         IcePop, arXiv:2510.18855); sequence_truncate and sequence_mask: the product over the completion, as TRL has it.

@@ -78,7 +78,7 @@ class GrpoConfig(RolloutConfig):
     num_iterations: int = Field(default=1, gt=0)
     """Optimizer steps on the same completions."""
     advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus"] = "grpo"
-    """What a reward is compared with. `grpo`: the mean of its group. `rloo`: the mean of the others in its group.
+    """The value that a reward is compared with. `grpo`: the mean of its group. `rloo`: the mean of the others in it.
     `reinforce_plus_plus`: the mean of its group, and then the deviation is that of all such differences of the step."""
     scale_rewards: Annotated[
         Literal["group", "batch", "none"],

@@ -15,7 +15,7 @@ class KtoConfig(PreferenceConfig):
     implementation: ClassVar[str] = "surefoot.methods.kto.method:Kto"
     row: ClassVar[RowKind] = LABELLED_ANSWER
     learning_rate_share: ClassVar[float] = 0.1
-    """As for DPO; the paper's is 5e-6 in full for 8B (arXiv:2402.01306, sec. 4.1), TRL's default 1e-6."""
+    """The same as for DPO; the paper's rate is 5e-6 in full for 8B (arXiv:2402.01306, sec. 4.1), TRL's default 1e-6."""
 
     method: Literal["kto"] = "kto"
     """Kahneman-Tversky optimisation: answers that are desired become likelier, and others less likely."""
