@@ -141,6 +141,7 @@ def test_runs_that_differ_in_what_is_compared_share_no_reference(run: dict[str, 
         (first, *_) = surefoot.train(settings, screen=False).metrics
         assert first["loss"] == pytest.approx(0.5, abs=1e-5)
         assert first.get("kl", 0.0) == pytest.approx(0.0, abs=1e-4)
+    assert len(stored()) == 5, "of training and held-out rows each, but for the run that holds none out"
 
 
 @pytest.mark.slow
