@@ -657,6 +657,52 @@ def test_commands_of_another_method_of_trl_are_known(start: str, method: str) ->
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        "trl reward --model_name_or_path m --dataset_name d --use_peft --lora_task_type SEQ_CLS "
+        "--lora_modules_to_save score --center_rewards_coefficient 0.1",
+        "swift rlhf --rlhf_type rm --model m --dataset d --center_rewards_coefficient 0.1 --num_labels 1",
+        "llamafactory-cli train --stage rm --model_name_or_path m --dataset d --finetuning_type lora",
+    ],
+)
+def test_runs_of_reward_models_are_carried(words: str) -> None:
+    run = import_command(words)
+    values = get_values(run)
+    assert values["method"] == "reward"
+    assert values.get("center_rewards_coefficient") == (0.1 if "center" in words else None)
+    assert "train_on" not in values
+    assert not {name for name in run.left_out if "score" in name or "task" in name or "labels" in name}
+    assert not run.unknown
+    if words.startswith("trl"):
+        assert (values["learning_rate"], values["truncation"]) == (1e-4, "drop")
+
+
+def test_a_reward_model_with_several_labels_is_refused() -> None:
+    with pytest.raises(ConfigError, match="num_labels='?3'?, but expected 1"):
+        import_command("swift rlhf --rlhf_type rm --model m --dataset d --num_labels 3")
+
+
+@pytest.mark.parametrize(
+    ("words", "functions", "weights"),
+    [
+        (f"{SWIFT_GRPO} --reward_funcs format --reward_model org/judge --reward_weights 0.5 2",
+         [{"func": "regex", "args": {"pattern": r"\A<think>.*?</think>\s*<answer>.*?</answer>\Z"}}, "model:org/judge"],
+         [0.5, 2]),
+        ("trl grpo --model_name_or_path m --dataset_name d --reward_model_name_or_path org/judge "
+         "--reward_funcs think_format_reward",
+         ["model:org/judge",
+          {"func": "regex", "args": {"pattern": r"\A<think>(?!.*<think>).*?</think>.*\Z"}}], None),
+    ],
+)  # fmt: skip
+def test_reward_models_are_carried_beside_functions(
+    words: str, functions: list[Any], weights: list[float] | None
+) -> None:
+    values = get_values(import_command(words))
+    assert values["reward_funcs"] == functions
+    assert values.get("reward_weights") == weights
+
+
+@pytest.mark.parametrize(
     ("words", "loss"),
     [
         ("trl sft --model_name_or_path m --dataset_name d --loss_type dft", "dft"),

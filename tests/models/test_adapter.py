@@ -169,6 +169,9 @@ MADE_BY_PEFT: dict[str, tuple[str, dict[str, Any]]] = {
     "a stack by its bare name": ("qwen3_moe", {"target_modules": ["q_proj", "down_proj"]}),
     "a stack by its bare name, beside MLA": ("deepseek_v3", {"target_modules": ["q_a_proj", "down_proj"]}),
     "some layers": ("llama", {"target_modules": ["q_proj"], "layers_to_transform": [1]}),
+    "some layers of a named list": (
+        "llama", {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": "layers"},
+    ),
     "all but some modules": (
         "llama", {"target_modules": ["q_proj"], "exclude_modules": ["layers.0.self_attn.q_proj"]},
     ),

@@ -29,6 +29,7 @@ from surefoot.planner.sizes import Shape
 from surefoot.planner.suggest import format_settings, suggest
 from surefoot.planner.text import format_forecast
 from tests.models.architectures import tiny_config, tiny_model
+from tests.support.processes import surefoot as command
 
 pytestmark = pytest.mark.slow
 
@@ -251,6 +252,17 @@ def test_layers_that_repeat_are_forecast_from_a_few(
     for phase, owners in whole.phases.items():
         assert few.phases[phase].host == pytest.approx(owners.host, rel=1e-3, abs=4096)
     assert few.step_s == pytest.approx(whole.step_s, rel=1e-2)
+
+
+@pytest.mark.long
+def test_a_plan_says_nothing_of_the_kernels_of_this_machine(settings: dict[str, Any], tmp_path: Path) -> None:
+    """transformers warns of each kernel that is not installed where it builds a model."""
+    shutil.copytree(settings["model"], tmp_path / "model")  # its tokenizer
+    tiny_config("nemotron_h").save_pretrained(tmp_path / "model")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**settings, "model": str(tmp_path / "model"), "device": "auto"}))
+    planned = command("plan", str(tmp_path / "run.yaml"), "device=h200")
+    assert planned.returncode == 0, planned.stderr
+    assert "[transformers]" not in planned.stdout + planned.stderr
 
 
 @pytest.mark.long

@@ -22,6 +22,7 @@ BUILT_IN = {
     "dpo": "surefoot.methods.dpo.settings:DpoConfig",
     "kto": "surefoot.methods.kto.settings:KtoConfig",
     "orpo": "surefoot.methods.orpo.settings:OrpoConfig",
+    "reward": "surefoot.methods.reward.settings:RewardConfig",
 }
 ENTRY_POINTS = "surefoot.methods"
 

@@ -1,4 +1,4 @@
-"""Settings that all methods on preferences share: the reference that answers are compared with."""
+"""Settings that all methods on preferences share, and those of the ones that compare answers with a reference."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,8 +8,25 @@ from pydantic import Field
 from surefoot.config.schema import Contradiction, RunConfig
 
 
-class PreferenceConfig(RunConfig):
-    """Settings of a run that learns which answers are better."""
+class AnswerConfig(RunConfig):
+    """Settings of a run that learns which answers are better, with dropout off."""
+
+    def contradictions(self, non_default: set[str]) -> Iterator[Contradiction]:
+        """Yield conflicts of settings. `non_default`: names of those that differ from the default."""
+        yield from super().contradictions(non_default)
+        unavailable = {
+            "lora_dropout": self.lora_dropout > 0 and self.tuning == "lora",
+            "router_aux_loss_coef": self.router_aux_loss_coef > 0,
+            "compile": self.compile,
+        }
+        for name in (name for name, is_set in unavailable.items() if is_set):
+            yield Contradiction(
+                f"{name}={getattr(self, name)} is not available with method: {self.method}. Drop it", name
+            )
+
+
+class PreferenceConfig(AnswerConfig):
+    """Settings of a run that compares answers with a reference: the model as training began."""
 
     beta: float = Field(default=0.1, gt=0, le=1e4)
     """Scale of the log-ratios, in the loss and in the rewards that are logged. With ipo the strength of the
@@ -45,13 +62,4 @@ class PreferenceConfig(RunConfig):
         if self.precompute_ref_log_probs and not self.needs_reference:
             yield Contradiction(
                 "precompute_ref_log_probs=True: this loss needs no reference. Drop it", "precompute_ref_log_probs"
-            )
-        unavailable = {
-            "lora_dropout": self.lora_dropout > 0 and self.tuning == "lora",
-            "router_aux_loss_coef": self.router_aux_loss_coef > 0,
-            "compile": self.compile,
-        }
-        for name in (name for name, is_set in unavailable.items() if is_set):
-            yield Contradiction(
-                f"{name}={getattr(self, name)} is not available with method: {self.method}. Drop it", name
             )

@@ -65,6 +65,8 @@ class RowKind:
     """Whether the row ends where the model's answer begins; else it contains the answer."""
     is_pair: bool = False
     """Whether the row has two answers to the same question, of which the first is preferred."""
+    has_margin: bool = False
+    """Whether such a row may have a `margin`, by how much the first answer is better."""
     is_labelled: bool = False
     """Whether the row has one answer, and a label that says whether it is desired."""
     keeps_columns: bool = False
@@ -76,6 +78,7 @@ LABELLED = RowKind(keeps_columns=True)
 """Conversation with the row's other columns, for the loss; those that the format uses are not kept."""
 PROMPT = RowKind(is_prompt=True, keeps_columns=True)
 PAIR = RowKind(is_pair=True)
+RATED_PAIR = RowKind(is_pair=True, has_margin=True)
 LABELLED_ANSWER = RowKind(is_labelled=True)
 
 
@@ -140,6 +143,8 @@ class RunConfig(BaseModel):
     """Share of the learning rate of supervised fine-tuning that is usual for the method."""
     row: ClassVar[RowKind] = CONVERSATION
     """Role of a row of the data."""
+    has_score: ClassVar[bool] = False
+    """Whether the model that is trained gives an answer one number, in place of a language model's output layer."""
     sequences_per_row_setting: ClassVar[str | None] = None
     """Name of the setting for the number of sequences trained on for each row; None means one sequence."""
 
@@ -152,7 +157,8 @@ class RunConfig(BaseModel):
     """The run folder: checkpoints, metrics, the adapter or model, and the resolved config go there."""
     method: str = "sft"
     """What to optimise. `sft`: the likelihood of the assistant's turns. `grpo`: rewards of the model's own answers.
-    `dpo`, `orpo`: the preference for the better of two answers. `kto`: for desired answers over others."""
+    `dpo`, `orpo`: the preference for the better of two answers. `kto`: for desired answers over others. `reward`: a
+    model that gives the better of two answers the higher number."""
     dataset_dir: str | None = None
     """Folder with a `dataset_info.json` of LLaMA-Factory; `dataset` then names its entries (`a` or `a,b`)."""
     dataset_format: DatasetFormat = "auto"

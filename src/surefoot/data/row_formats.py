@@ -5,6 +5,7 @@ This module does not depend on files, templates or tokens.
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from math import isfinite, nan
 from typing import Any, Literal
 
 from surefoot.data.conversation import BadRow, Conversation, Message, check_tools, check_turns, shown
@@ -21,6 +22,8 @@ SIDES = frozenset(("chosen", "rejected"))
 """Columns of preference data."""
 LABELS = ("label", "kto_tag")
 """Columns that say whether an answer is desired, of TRL and ms-swift, and of LLaMA-Factory."""
+MARGIN = "margin"
+"""Column that says by how much the score of the chosen answer should be above that of the rejected one."""
 UNTRAINABLE_COLUMNS = ("video", "videos", "audio", "audios")
 
 
@@ -46,6 +49,8 @@ class FormatSpec:
     """Whether rows are pairs of a chosen and a rejected answer."""
     labels: bool = False
     """Whether rows have a label that says whether their answer is desired."""
+    margins: bool = False
+    """Whether pairs may have a margin, which is kept as a column."""
 
     @property
     def candidates(self) -> dict[str, frozenset[str]]:
@@ -92,7 +97,7 @@ def detect(columns: Collection[str], spec: FormatSpec = FormatSpec()) -> str:
         )
     format_list = "; ".join(f"{name} ({' + '.join(sorted(needed, reverse=True))})" for name, needed in formats.items())
     if not spec.pairs and set(columns) >= SIDES:
-        raise BadRow(f"the columns ({names}) are of preference data: `method: dpo` and `orpo` train on pairs")
+        raise BadRow(f"the columns ({names}) are of preference data: `method: dpo`, `orpo` and `reward` train on pairs")
     names_of_example = ["query"] if spec.prompts else ["query", *sorted(SIDES)] if spec.pairs else ["query", "response"]
     example = f"columns: {{{', '.join(f'{name}: YOUR_COLUMN' for name in names_of_example)}}}"
     raise BadRow(
@@ -109,7 +114,9 @@ def format_of(spec: FormatSpec, first_row: Columns) -> str:
         return detect(_rename_columns(first_row, spec).keys(), spec)
     if FORMATS[spec.format].is_pair != spec.pairs:
         where = spec.named_in if spec.only_mapped else "dataset_format"
-        expected = "pairs of answers" if spec.pairs else "single answers. Pairs are for `method: dpo` and `orpo`"
+        expected = (
+            "pairs of answers" if spec.pairs else "single answers. Pairs are for `method: dpo`, `orpo` and `reward`"
+        )
         raise BadRow(f"the format of these rows is {spec.format} ({where}), and the method trains on {expected}")
     return spec.format
 
@@ -173,6 +180,8 @@ class Reader(MessageReader):
             if side.kind == "chat":
                 check_turns(side.messages)
                 check_tools(side.messages, side.tools)
+        if self.spec.margins:
+            return replace(conversation, columns=_read_margin(columns))
         if not self._keep_columns:
             return conversation
         used = format.required | format.optional
@@ -259,6 +268,20 @@ def _read_label(columns: Columns) -> bool:
     if isinstance(value, int | float) and value in (0, 1):
         return bool(value)
     raise BadRow(f"{names[0]} is {shown(value)}; it must be true (the answer is desired) or false")
+
+
+def _read_margin(columns: Columns) -> dict[str, float]:
+    """Return the margin of a pair as its only column; none without one. Raises: BadRow."""
+    value = columns.get(MARGIN)
+    if value is None:
+        return {}
+    try:
+        margin = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else nan
+    except ValueError:
+        margin = nan
+    if not isfinite(margin):
+        raise BadRow(f"{MARGIN} is {shown(value)}; it must be a number: by how much the chosen answer is better")
+    return {MARGIN: margin}
 
 
 def _label(conversation: Conversation, is_desired: bool) -> Conversation:

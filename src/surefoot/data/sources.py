@@ -110,6 +110,7 @@ def sources_of(loaded: LoadedConfig, setting: DataSetting, *, only_local: bool =
                 prompts=config.row.is_prompt,
                 pairs=config.row.is_pair,
                 labels=config.row.is_labelled,
+                margins=config.row.has_margin,
                 system=config.system,
             ),
         )

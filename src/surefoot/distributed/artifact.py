@@ -14,6 +14,7 @@ from surefoot.models.build import trainable_parameters
 from surefoot.models.dtensor_blocks import gather_full
 from surefoot.models.export import in_layers, name_ends, stored_buffers, write_model
 from surefoot.models.lora import LoraSettings
+from surefoot.models.score_head import head_of
 from surefoot.system.atomic_io import new_folder, write_text
 
 CARD = "README.md"
@@ -63,8 +64,10 @@ def write_trained_model(
     tensors |= {name: get_tensor(model, name) for name in stored_buffers(model)}
 
     def write(folder: Path, shapes: Mapping[str, torch.Size], values: Values) -> None:
-        write_model(folder, base, shapes, values, dtype)
-        name_ends(folder, answer_ends(tokenizer))
+        has_score = head_of(model) is not None
+        write_model(folder, base, shapes, values, dtype, has_score=has_score)
+        if not has_score:
+            name_ends(folder, answer_ends(tokenizer))
 
     return _write_folder(target, tokenizer, {name: tensors[name] for name in in_layers(tensors)}, write, ranks, card)
 

@@ -13,11 +13,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from surefoot.data.render import answer_ends
 from surefoot.errors import ModelError
 from surefoot.models.adapter_contents import read_contents
-from surefoot.models.adapter_files import CONFIG
+from surefoot.models.adapter_files import CONFIG, gives_scores
 from surefoot.models.attention import own_implementation
 from surefoot.models.build import build_model, meta_model
 from surefoot.models.generate import end_tokens
-from surefoot.models.resolve_model import local_path, resolve_model
+from surefoot.models.resolve_model import local_path, read_json_object, resolve_model
+from surefoot.models.score_head import is_scorer
 from surefoot.models.vision import attention_of
 from surefoot.training.export import export, find_base, load_tokenizer_of, read_run_config
 
@@ -101,8 +102,25 @@ def _files_of_run(folder: Path, artifact: Path) -> ModelFiles:
     )
 
 
+class _NoWriter(ModelError):
+    """The model gives scores, and writes nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(
+            f"{folder} is a reward model: it gives answers a number and writes none. A run with `method: grpo` can "
+            f"learn from it: reward_funcs: [model:{folder}]."
+        )
+
+
 def load(files: ModelFiles) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer for generation: on the GPU in bfloat16 if there is one, else in float32."""
+    """Load a model and its tokenizer for generation: on the GPU in bfloat16 if there is one, else in float32.
+
+    Raises: ModelError for files that do not belong together, and for a reward model.
+    """
+    if files.adapter is not None and gives_scores(files.adapter):
+        raise _NoWriter(files.run or files.adapter)
+    if is_scorer(read_json_object(files.base / "config.json")):
+        raise _NoWriter(files.run or files.base)
     adapter = None
     if files.adapter is not None:
         base = meta_model(files.base)
@@ -110,7 +128,9 @@ def load(files: ModelFiles) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     lora = adapter.settings if adapter is not None else None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = build_model(files.base, lora=lora, device=device, dtype=dtype, for_packed_rows=False).model
+    model = build_model(
+        files.base, lora=lora, device=device, dtype=dtype, for_packed_rows=False, is_trained=False
+    ).model
     if adapter is not None:
         adapter.load_into(model)
     # Attention over packed samples needs the samples of a row, which callers do not have.

@@ -12,6 +12,7 @@ from surefoot.migrate.drop_invalid import drop_invalid_settings
 from surefoot.migrate.field_map import (
     TRACKERS,
     can_be_null,
+    join_reward_models,
     map_rewards,
     map_setting,
     map_trl_rloo,
@@ -111,6 +112,10 @@ def _start_import(imported: ImportedRun) -> None:
         imported.settings["train_on"] = ("all", f"stage pt of {run.program}")
         if run.program == "LLaMA-Factory" and "packing" not in run.settings:
             imported.settings["packing"] = (True, f"stage pt of {run.program}")
+    if run.method == "rm":
+        run.method = "reward"
+    if run.method in ("grpo", "rloo"):
+        join_reward_models(run)
     if run.method == "dpo" and run.program == "LLaMA-Factory" and run.settings.get("pref_loss") == "orpo":
         run.method = "orpo"
         left_out["the average of ORPO's likelihood"] = (

@@ -10,12 +10,14 @@ from surefoot.config.aliases import ALIASES, FLAG_ALIASES
 from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
 from surefoot.config.methods import known_fields
 from surefoot.config.schema import REGULAR_EXPRESSION
+from surefoot.methods.grpo.settings import OF_MODEL
 from surefoot.migrate.parsed_run import ParsedRun, resolve_path
 from surefoot.migrate.peer_tables import (
     CROSS_ENTROPY,
     DEFAULTS,
     GRPO_DEFAULTS,
     LENGTH_REWARDS,
+    REWARD_MODELS,
     REWARDS,
     UNSUPPORTED,
 )
@@ -361,24 +363,45 @@ def _read_fsdp_config(run: ParsedRun, value: Any) -> Any:
     return _parse_mapping(run, "fsdp_config", value.strip()) or {}
 
 
+def join_reward_models(run: ParsedRun) -> None:
+    """Put reward models that have a setting of their own among the reward functions, in the program's order."""
+    for name in REWARD_MODELS:
+        value = run.settings.pop(name, None)
+        if is_null(value):
+            continue
+        models = [f"{OF_MODEL}{model}" for model in as_list(value)]
+        functions = as_list(run.settings.get("reward_funcs") or [])
+        run.settings["reward_funcs"] = [*models, *functions] if run.program == "TRL" else [*functions, *models]
+
+
 def map_rewards(program: str, names: list[str], weights: list[Any], file: str) -> tuple[list[Any], list[str]]:
     """Return items of reward_funcs, and the names of the rewards that Surefoot does not have.
 
     Beside others, such a reward becomes the function of its name in `file`, so the run does not start until it is
     there. `weights`: one per name. Each item carries its own weight if any reward is not known.
     """
-    unmapped = [name for name in names if name not in REWARDS.get(program, {}) and name not in LENGTH_REWARDS]
+    models = {name: f"{OF_MODEL}{name.removeprefix(OF_MODEL)}" for name in names if _is_model(program, name)}
+    known = REWARDS.get(program, {}) | models
+    unmapped = [name for name in names if name not in known and name not in LENGTH_REWARDS]
     own = {name: {"func": f"{file}:{name.rpartition('.')[2]}"} for name in unmapped if len(unmapped) < len(names)}
-    rewards = REWARDS.get(program, {}) | own
+    rewards = known | own
     are_numbers = all(isinstance(parse_number(weight), int | float) for weight in weights)
     if len(weights) != len(names) or not are_numbers or not _has_unmapped_reward(program, names):
         return [rewards[name] for name in names if name in rewards], unmapped
     pairs = zip(names, map(parse_number, weights), strict=True)
-    return [{**rewards[name], "weight": float(weight)} for name, weight in pairs if name in rewards], unmapped
+    items = [(rewards[name], float(weight)) for name, weight in pairs if name in rewards]
+    return [
+        {**({"func": item} if isinstance(item, str) else item), "weight": weight} for item, weight in items
+    ], unmapped
 
 
 def _has_unmapped_reward(program: str, names: list[str]) -> bool:
-    return any(name not in REWARDS.get(program, {}) for name in names)
+    return any(name not in REWARDS.get(program, {}) and not _is_model(program, name) for name in names)
+
+
+def _is_model(program: str, name: str) -> bool:
+    """Return whether a reward is a model: TRL's trainers take its name in the place of a function."""
+    return name.startswith(OF_MODEL) or (program == "TRL" and "/" in name and ".py" not in name)
 
 
 def _is_gspo(run: ParsedRun) -> bool:

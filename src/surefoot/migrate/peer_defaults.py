@@ -21,6 +21,7 @@ from surefoot.migrate.peer_tables import (
     TRL_KTO,
     TRL_LORA,
     TRL_ORPO,
+    TRL_REWARD,
     TRL_WITH_VLLM,
     UNCUT_PROMPTS,
 )
@@ -44,7 +45,7 @@ def collect_defaults(imported: ImportedRun) -> dict[str, Any]:
         defaults = {name: value for name, value in defaults.items() if name != "train_on"}
         defaults |= PREFERENCE_DEFAULTS.get(run.program, {})
         if run.program in OWN_TRAINERS_OF_TRL:
-            defaults |= {"orpo": TRL_ORPO, "kto": TRL_KTO}.get(run.method, {})
+            defaults |= {"orpo": TRL_ORPO, "kto": TRL_KTO, "reward": TRL_REWARD}.get(run.method, {})
     factor, rank = LORA_ALPHA_FACTOR.get(run.program), imported.get_value("lora_rank")
     if factor and isinstance(rank, int):
         defaults["lora_alpha"] = factor * rank

@@ -64,6 +64,8 @@ OWN_TRAINERS_OF_TRL = frozenset(("TRL", "axolotl"))
 """Programs that train preferences with TRL's trainers as they are."""
 TRL_ORPO: Settings = {"train_on": "all"}
 """TRL's default for ORPO: the likelihood that it adds is that of the question, too."""
+TRL_REWARD: Settings = {"learning_rate": 1e-4, "truncation": "drop"}
+"""TRL's defaults for reward models."""
 TRL_KTO: Settings = {"shuffle": False}
 """TRL's default for KTO, whose mismatched answers are those of neighbouring rows."""
 SWIFT_SCALES = {"rloo": "none", "reinforce_plus_plus": "batch"}
@@ -237,8 +239,10 @@ VLLM_OPTIONS = {
 """Peer setting of the rollout engine -> option of `vllm serve`."""
 VLLM_FLAGS = {"vllm_enforce_eager": "enforce-eager", "vllm_enable_prefix_caching": "enable-prefix-caching"}
 
+REWARD_MODELS = ("reward_model_name_or_path", "reward_model")
+"""Settings of TRL and ms-swift for reward models beside reward functions."""
 UNSUPPORTED_GRPO = frozenset(
-    "reward_model repetition_penalty use_vllm num_infer_workers "
+    "repetition_penalty use_vllm num_infer_workers "
     "offload_model offload_optimizer gc_collect_after_offload move_model_batches async_generate "
     "tensor_parallel_size ref_model log_entropy".split()
 )

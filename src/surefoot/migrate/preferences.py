@@ -1,4 +1,4 @@
-"""Mapping of the peers' settings of preference optimisation to those of `method: dpo`, `kto` and `orpo`.
+"""Mapping of the peers' settings of preference optimisation to those of `method: dpo`, `kto`, `orpo` and `reward`.
 
 A setting that would change what is learned and has no counterpart is refused, since nothing else tells the user.
 """
@@ -11,12 +11,13 @@ from surefoot.methods.kto.settings import KtoConfig
 from surefoot.migrate.parsed_run import ParsedRun
 from surefoot.migrate.values import as_list, is_null, parse_number
 
-METHODS = ("dpo", "kto", "orpo")
+METHODS = ("dpo", "kto", "orpo", "reward")
 """Methods whose settings are mapped here."""
 LOSSES = {
     "dpo": LOSS_TYPES,
     "kto": get_args(KtoConfig.model_fields["loss_type"].annotation),
     "orpo": ("orpo",),
+    "reward": (),
 }
 """Method -> the losses that it has."""
 NAMES = {
@@ -54,6 +55,15 @@ REFERENCE_ADAPTERS = ("ref_adapters", "ref_model_adapters")
 """Settings for the adapter of the reference."""
 TRUNCATION = {"keep_start": "right", "keep_end": "left"}
 
+OF_HEADS: dict[str, tuple[Any, ...]] = {
+    "lora_task_type": ("SEQ_CLS",),
+    "task_type": ("seq_cls", "SEQ_CLS"),
+    "num_labels": (1, "1"),
+    "lora_modules_to_save": ("score", ["score"]),
+    "modules_to_save": ("score", ["score"]),
+}
+"""Setting of a reward model -> the values that say what Surefoot always does: the head is trained in full."""
+
 Mapped = dict[str, Any] | None | EllipsisType
 
 
@@ -76,6 +86,10 @@ def map_preferences(run: ParsedRun, name: str, value: Any) -> Mapped:
         return {"shuffle": value == "random"}
     if name == "dpo_norm_loss":  # of axolotl
         return {"loss_type": "sigmoid_norm"} if value else {}
+    if run.method == "reward" and name in OF_HEADS:
+        if value not in OF_HEADS[name]:
+            raise run.make_value_error(name, value, f"{OF_HEADS[name][0]}: a reward model has one score")
+        return {}
     if name in LIMITS:
         return None
     if name == "truncation_mode" and value in TRUNCATION:
@@ -99,6 +113,8 @@ def map_preferences(run: ParsedRun, name: str, value: Any) -> Mapped:
             )
         return {} if name in REFERENCE_ADAPTERS else ...
     surefoot_name = NAMES.get(name, name)
+    if name == "center_rewards_coefficient":
+        return {} if is_null(value) else {name: parse_number(value)}
     if surefoot_name == "sft_weight" and run.method != "dpo":
         if not is_null(value) and parse_number(value):
             raise run.make_value_error(name, value, f"0: method {run.method} adds no such loss")
@@ -118,7 +134,7 @@ def map_preferences(run: ParsedRun, name: str, value: Any) -> Mapped:
 
 def _has_reference(run: ParsedRun) -> bool:
     """Return whether a loss of the run compares with a reference."""
-    return run.method != "orpo" and not REFERENCE_FREE.issuperset(_losses_of(run) or ["sigmoid"])
+    return run.method not in ("orpo", "reward") and not REFERENCE_FREE.issuperset(_losses_of(run) or ["sigmoid"])
 
 
 def _losses_of(run: ParsedRun) -> list[str]:

@@ -20,6 +20,7 @@ from surefoot.models.adapter_files import (
     CONFIG,
     PATTERNS,
     PREFIX,
+    SCORES,
     WEIGHTS,
     WRAPPED,
     describe_targets,
@@ -29,6 +30,7 @@ from surefoot.models.hubs import MODELSCOPE
 from surefoot.models.lora import LoraSettings, is_lora
 from surefoot.models.peft_layout import LORA, PeftLayout, split_targets
 from surefoot.models.safetensors_writer import tensor_file
+from surefoot.models.score_head import head_of
 
 
 def write_adapter(
@@ -82,9 +84,10 @@ def _build_peft_config(
     routers = {name for name in saved if not any(name.startswith(f"{owner}.") for owner in saved)}
     modules, target_parameters = split_targets(model, linears, stacks)
     auto_mapping = _name_class(model)
+    task = "CAUSAL_LM" if head_of(model) is None else SCORES
     return {
         "peft_type": "LORA",
-        **({"task_type": None, "auto_mapping": auto_mapping} if auto_mapping else {"task_type": "CAUSAL_LM"}),
+        **({"task_type": None, "auto_mapping": auto_mapping} if auto_mapping else {"task_type": task}),
         "base_model_name_or_path": base_model,
         "inference_mode": True,
         "r": settings.rank,
@@ -109,7 +112,7 @@ def _name_class(model: PreTrainedModel) -> dict[str, str] | None:
         mapping.get(type(model.config), None)
         for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING)
     )
-    if trained is None or opened is trained:
+    if trained is None or opened is trained or head_of(model) is not None:
         return None
     return {"base_model_class": trained.__name__, "parent_library": trained.__module__}
 

@@ -25,15 +25,19 @@ OF_EMBEDDINGS = ".lora_embedding_"
 """Part of the keys of low-rank pairs of embeddings."""
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
+SCORES = "SEQ_CLS"
+"""PEFT's task type of an adapter that makes a reward model of its base."""
 MOST_RANK, MOST_ALPHA = 1_000_000, 1e9
 FIRST_LAYER = re.compile(r".*?\.[^.]*\.(\d{1,9})\.", re.ASCII)
+LAYERS = r".*\.{}\.(\d{{1,9}})\."
+"""How a name of `layers_pattern` is compared with that of a module. Source: check_target_module_exists in peft."""
 INITS = (True, False, "gaussian", "orthogonal", "eva")
 """Values of PEFT's init_lora_weights under which the base stays unchanged. PiSSA, OLoRA and similar change it when the
 adapter is created, so that the adapter belongs to weights that are saved nowhere."""
 OTHER_KINDS = (
     "use_dora", "lora_bias", "layer_replication", "alora_invocation_tokens",
     "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config", "velora_config",
-    "trainable_token_indices", "ensure_weight_tying", "megatron_config", "layers_pattern",
+    "trainable_token_indices", "ensure_weight_tying", "megatron_config",
 )  # fmt: skip
 """PEFT settings that combine a pair of matrices in another way than plain LoRA, or choose other modules."""
 PATTERN = r"(.*\.)?({})$"
@@ -41,7 +45,7 @@ PATTERN = r"(.*\.)?({})$"
 RANK_NEEDED, ALPHA_NEEDED = "a whole number above 0", "a number"
 PATTERNS = ("rank_pattern", "alpha_pattern")
 """PEFT settings that give some modules a rank or an alpha of their own. PEFT sets them itself for stacks of experts."""
-SELECTIONS = ("exclude_modules", "layers_to_transform")
+SELECTIONS = ("exclude_modules", "layers_to_transform", "layers_pattern")
 """PEFT settings that leave out modules that `target_modules` names."""
 
 
@@ -64,6 +68,11 @@ def load_adapter_files(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]
         return config, load_file(weights)
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"{needs} ({weights}: {error}).") from error
+
+
+def gives_scores(folder: Path) -> bool:
+    """Return whether an adapter makes a reward model of its base. Raises: ModelError."""
+    return read_json_object(folder / CONFIG).get("task_type") == SCORES
 
 
 def load_for_model(folder: Path, layout: PeftLayout) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -90,10 +99,13 @@ def _check_types(config: Mapping[str, Any], path: Path) -> None:
             raise ModelError(f"{path}: {name}={shorten(values)}; for each pattern {needed} is needed.")
         for pattern in values:
             _check_pattern(pattern, PATTERN.format(pattern), f"{path}: {name}")
+    lists = _as_list(config.get("layers_pattern") or [])
+    if not all(isinstance(name, str) for name in lists):
+        raise ModelError(f"{path}: layers_pattern={shorten(lists)}; a name or a list of names is needed.")
+    for name in lists:
+        _check_pattern(name, LAYERS.format(name), f"{path}: layers_pattern")
     layers = config.get("layers_to_transform")
-    if layers is not None and any(
-        type(layer) is not int for layer in (layers if isinstance(layers, list) else [layers])
-    ):
+    if layers is not None and any(type(layer) is not int for layer in _as_list(layers)):
         raise ModelError(
             f"{path}: layers_to_transform={shorten(layers)}; a layer's number or a list of them is needed."
         )
@@ -135,8 +147,14 @@ def is_selected(module: str, config: Mapping[str, Any]) -> bool:
         return False
     if layers in (None, []) or isinstance(targets, str) or module in targets:
         return True
-    number = FIRST_LAYER.match(module)
-    return number is not None and int(number[1]) in (layers if isinstance(layers, list) else [layers])
+    patterns = config.get("layers_pattern") or []
+    lists = [re.compile(LAYERS.format(name), re.ASCII) for name in _as_list(patterns)] or [FIRST_LAYER]
+    number = next((match for pattern in lists if (match := pattern.match(module))), None)
+    return number is not None and int(number[1]) in _as_list(layers)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def describe_targets(config: Mapping[str, Any]) -> str:
@@ -167,5 +185,5 @@ def _check_kind(config: Mapping[str, Any], path: Path) -> None:
     if config.get("peft_type") != "LORA" or other:
         raise ModelError(
             f"{path}: only plain LoRA can be read; this has peft_type={shorten(config.get('peft_type'))} with "
-            f"{', '.join(other) or 'nothing else'}."
+            f"{', '.join(other) or 'nothing else'}. PEFT's merge_and_unload writes the adapter as a model."
         )

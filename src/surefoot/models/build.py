@@ -23,7 +23,7 @@ from transformers.initialization import no_init_weights
 
 from surefoot.config.schema import Checkpointing
 from surefoot.errors import ModelError
-from surefoot.models import attention, experts, vision
+from surefoot.models import attention, experts, score_head, vision
 from surefoot.models.attention_math import leave_out_cudnn
 from surefoot.models.checkpoint_weights import CheckpointWeights
 from surefoot.models.decoder_layers import class_name, decoder_layers, indexer_names
@@ -46,6 +46,7 @@ from surefoot.models.quantization.base import FLOAT
 from surefoot.models.routing import KeptChoices, RoutingRecorder, router_names
 from surefoot.models.sample_layout import accept_samples, keep_layout_on_recompute
 from surefoot.models.sample_masks import LAYER_KINDS
+from surefoot.models.score_head import with_exact_head
 from surefoot.models.weight_loading import (
     check_weights_fill,
     computing_on,
@@ -112,6 +113,7 @@ def build_without_storage(
     packed_attention: str | None,
     layers: int | None = None,
     freeze_vision: bool = True,
+    has_score: bool = False,
     is_run: bool = True,
 ) -> BuiltModel:
     """Build the model of `build_model` from its config alone, under an active FakeTensorMode.
@@ -120,8 +122,9 @@ def build_without_storage(
     the model's own. `layers`: build only the first layers of the decoder. `is_run`: whether forwards of it will run.
     Raises: ModelError for a config that transformers cannot build, or targets that match nothing.
     """
-    config = load_config(folder)
-    stock = model_class(folder, config)
+    KERNEL_LOG.setLevel(logging.ERROR)
+    config = load_config(folder, has_score=has_score)
+    stock = model_class(folder, config, has_score=has_score)
     stored = dtype if lora is not None else torch.float32
     check_type(folder, config, stored)
     if layers is not None:
@@ -170,22 +173,31 @@ def build_model(
     sharding: Sharding | None = None,
     freeze_vision: bool = True,
     for_packed_rows: bool = True,
+    has_score: bool = False,
+    seed: int = 0,
+    is_trained: bool = True,
 ) -> BuiltModel:
-    """Load a causal LM for training, in full or as this rank's part of it.
+    """Load a causal LM for training, in full or as this rank's part of it; with `has_score` a reward model.
 
-    With LoRA the base is stored in `dtype` and frozen, LoRA (and routers, if targeted) in float32. Without, everything
-    (but a vision tower, with `freeze_vision`) is trained, and all is stored in float32, and computed in `dtype` through
-    autocast.
+    With LoRA the base is stored in `dtype` and frozen, LoRA (and a score head, and routers, if targeted) in float32.
+    Without, everything (but a vision tower, with `freeze_vision`) is trained, and all is stored in float32, and
+    computed in `dtype` through autocast. `seed`: of a score head that the folder does not have. `is_trained`: false for
+    a model that is only run, all of which is stored in `dtype`.
     Raises: ModelError for a folder whose weights do not fill the model exactly, or targets that match nothing.
     """
     KERNEL_LOG.setLevel(logging.ERROR)
-    config = load_config(folder)
-    stock = model_class(folder, config)
-    stored = dtype if lora is not None else torch.float32
+    config = load_config(folder, has_score=has_score)
+    stock = model_class(folder, config, has_score=has_score)
+    if has_score:
+        stock = with_exact_head(stock)
+    stored = dtype if lora is not None or not is_trained else torch.float32
     check_type(folder, config, stored)
     check_generation_config(folder)
-    check_weights_fill(folder)
-    frozen = _names_frozen(meta_model(folder), freeze_vision=freeze_vision) if lora is None else set()
+    check_weights_fill(folder, has_score=has_score)
+    whole = meta_model(folder, has_score=has_score)
+    frozen = _names_frozen(whole, freeze_vision=freeze_vision) if lora is None else set()
+    if not is_trained:
+        frozen |= {name for name, _ in whole.named_parameters()}
     attached_targets: list[LoraTargets] = []
     cls = _add_lora_to_class(stock, lora, attached_targets) if lora is not None else stock
 
@@ -222,6 +234,8 @@ def build_model(
     mark(model)
     if lora is not None:
         _set_initial_values(model, lora)
+    if has_score and score_head.WEIGHT not in CheckpointWeights(folder).weights:
+        _set_initial_score(model, seed)
     _align_weights(model)
     if device.type == "cuda":
         _choose_gpu_kernels(model)
@@ -357,14 +371,16 @@ def _add_sharding_to_class(
 
 
 def _mark_trainable(model: PreTrainedModel, targets: LoraTargets) -> None:
-    """Set LoRA and targeted routers to be trained, and freeze everything else."""
-    trained_routers = {f"{name}.weight" for name in targets.routers}
+    """Set LoRA, targeted routers and a score head to be trained, and freeze everything else."""
+    trained_in_full = {f"{name}.weight" for name in targets.routers}
+    if score_head.head_of(model) is not None:
+        trained_in_full.add(score_head.WEIGHT)
     for name, parameter in list(model.named_parameters()):
         owner, _, leaf = name.rpartition(".")
-        if name in trained_routers and parameter.dtype != torch.float32:
+        if name in trained_in_full and parameter.dtype != torch.float32:
             setattr(model.get_submodule(owner), leaf, nn.Parameter(parameter.data.float()))
         else:
-            parameter.requires_grad_(is_lora(name) or name in trained_routers)
+            parameter.requires_grad_(is_lora(name) or name in trained_in_full)
 
 
 def _names_frozen(model: PreTrainedModel, *, freeze_vision: bool) -> set[str]:
@@ -392,6 +408,13 @@ def _set_initial_values(model: PreTrainedModel, lora: LoraSettings) -> None:
     for name, parameter in model.named_parameters():
         if is_lora(name):
             load_full(parameter, initial_value(name, parameter.shape, lora.seed))
+
+
+def _set_initial_score(model: PreTrainedModel, seed: int) -> None:
+    head = score_head.head_of(model)
+    assert head is not None
+    std = float(model.config.get_text_config().initializer_range)
+    load_full(head.weight, score_head.initial_weight(head, std, seed))
 
 
 def trainable_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:

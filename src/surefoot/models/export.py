@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 
 from surefoot.errors import ModelError
+from surefoot.models import score_head
 from surefoot.models.adapter_contents import read_contents, refuse_shared
 from surefoot.models.build import load_config, meta_model
 from surefoot.models.checkpoint_weights import CheckpointWeights
@@ -29,6 +30,7 @@ from surefoot.models.resolve_model import read_json_object, weight_files
 from surefoot.models.safetensors_writer import INDEX, write_files
 from surefoot.models.stored_layout import Place, StoredLayout
 from surefoot.models.vision import vision_names
+from surefoot.models.weight_loading import output_layer_names
 from surefoot.system.atomic_io import new_folder, write_json, write_text
 from surefoot.system.safetensors_header import read_header
 
@@ -48,14 +50,16 @@ def write_model(
     shapes: Mapping[str, torch.Size],
     values: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype | None = None,
+    *,
+    has_score: bool = False,
 ) -> None:
     """Write weights that were trained in full into an existing empty folder, as a plain HF folder.
 
     `shapes`: shapes of all stored tensors, by the model's names, in the order of `in_layers`. `values` come in that
     order. They are stored in `dtype`, or else the type of `base` (float32 for what the model keeps in float32), under
-    the names that transformers saves.
+    the names that transformers saves. `has_score`: whether they are of the reward model that is built on `base`.
     """
-    model = meta_model(base)
+    model = meta_model(base, has_score=has_score)
     dtype = dtype or model.config.dtype or torch.float32
     model.config.dtype = dtype
     buffers: dict[str, Tensor] = dict(model.named_buffers())
@@ -94,9 +98,9 @@ def _write_config(folder: Path, base: Path, model: PreTrainedModel) -> None:
         if (base / name).is_file():
             shutil.copy2(base / name, folder)
     drop_processor_templates(folder)
-    if (base / "generation_config.json").is_file():
+    if model.can_generate() and (base / "generation_config.json").is_file():
         shutil.copy2(base / "generation_config.json", folder)
-    elif model.generation_config is not None:
+    elif model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
 
 
@@ -134,9 +138,17 @@ def _get_layer(name: str) -> str:
     return match[0] if match else ""
 
 
-def merge_adapter(base: Path, adapter: Path, target: Path, finish: Callable[[Path], None] = lambda _: None) -> Path:
+def merge_adapter(
+    base: Path,
+    adapter: Path,
+    target: Path,
+    finish: Callable[[Path], None] = lambda _: None,
+    *,
+    has_score: bool = False,
+) -> Path:
     """Write `base` with `adapter` merged in to the new folder `target`; `finish` adds to it before it appears.
 
+    `has_score`: whether the adapter makes a reward model of `base`.
     Raises: ModelError if a part of the adapter has no place in the base, so that no fine-tuning is lost silently.
     """
     if target.exists():
@@ -144,18 +156,19 @@ def merge_adapter(base: Path, adapter: Path, target: Path, finish: Callable[[Pat
     files = weight_files(base)
     if not files:
         raise ModelError(f"{base} has no *.safetensors weights to merge into.")
-    merger = _Merger(adapter, StoredLayout(base))
-    is_quantised = find_quantization(base / "config.json") is not None
+    merger = _Merger(adapter, StoredLayout(base, has_score=has_score))
+    gets_score = has_score and not score_head.is_scorer(read_json_object(base / "config.json"))
+    is_rewritten = gets_score or find_quantization(base / "config.json") is not None
     with new_folder(target) as temporary:
-        if is_quantised:
-            _merge_quantised(base, temporary, merger)
-        for path in files if not is_quantised else ():
+        if is_rewritten:
+            _merge_rewritten(base, temporary, merger, gets_score=gets_score)
+        for path in files if not is_rewritten else ():
             try:
                 _merge_file(path, temporary / path.name, merger)
             except (SafetensorError, ValueError) as error:  # an invalid header is invalid JSON
                 raise ModelError(f"{path}: is no whole safetensors file: {error}. Fetch the model again.") from error
         merger.check_complete(base)
-        written = {path.name for path in temporary.iterdir()} | ({INDEX} if is_quantised else set())
+        written = {path.name for path in temporary.iterdir()} | ({INDEX} if is_rewritten else set())
         for path in sorted(base.iterdir()):
             if path.is_file() and path.suffix not in (".safetensors", ".bin", ".gguf") and path.name not in written:
                 shutil.copy2(path, temporary / path.name)
@@ -171,6 +184,11 @@ class _Merger:
         self._content = read_contents(adapter, layout.model)
         self._merged: Counter[tuple[str, ...]] = Counter()
         """Number of stored elements by the parameters that they belong to."""
+
+    @property
+    def parameters(self) -> dict[str, torch.Size]:
+        """Shapes of the parameters of the merged model."""
+        return {name: parameter.shape for name, parameter in self._layout.model.named_parameters()}
 
     def merge(self, stored: str, value: Tensor) -> Tensor:
         """Return a stored tensor plus its part of the adapter."""
@@ -229,20 +247,37 @@ class _Merger:
             )
 
 
-def _merge_quantised(base: Path, folder: Path, merger: _Merger) -> None:
-    """Write the weights of a quantised base, read back to bfloat16 and merged, and its config.json without it."""
+def _merge_rewritten(base: Path, folder: Path, merger: _Merger, *, gets_score: bool) -> None:
+    """Write merged weights in new files, and the config.json that belongs to them.
+
+    Quantised ones are read back to bfloat16. With `gets_score` the output layer is left out, and the head is added.
+    """
     stored = CheckpointWeights(base)
     names = sorted(stored.weights, key=dot_natural_key)
-    specs = [
-        {name: torch.empty(stored.weights[name].shape, dtype=stored.get_dtype(name), device="meta")} for name in names
-    ]
-    write_files(folder, specs, lambda number: {names[number]: merger.merge(names[number], stored.read(names[number]))})
+    specs = {
+        name: torch.empty(stored.weights[name].shape, dtype=stored.get_dtype(name), device="meta") for name in names
+    }
+    if gets_score:
+        for name in output_layer_names(base) - {*merger.parameters}:
+            specs.pop(name, None)
+        specs[score_head.WEIGHT] = torch.empty(merger.parameters[score_head.WEIGHT], device="meta")
+    names = list(specs)
+
+    def merge(number: int) -> dict[str, Tensor]:
+        name = names[number]
+        value = stored.read(name) if name in stored.weights else torch.zeros(specs[name].shape)
+        return {name: merger.merge(name, value)}
+
+    write_files(folder, [{name: specs[name]} for name in names], merge)
     config = read_json_object(base / "config.json")
-    for part in (config, config.get("text_config")):
-        if isinstance(part, dict):
-            part.pop("quantization_config", None)
-            part |= dict.fromkeys({"dtype", "torch_dtype"} & part.keys(), "bfloat16")
-    config = config if "torch_dtype" in config else {**config, "dtype": "bfloat16"}
+    if find_quantization(base / "config.json") is not None:
+        for part in (config, config.get("text_config")):
+            if isinstance(part, dict):
+                part.pop("quantization_config", None)
+                part |= dict.fromkeys({"dtype", "torch_dtype"} & part.keys(), "bfloat16")
+        config = config if "torch_dtype" in config else {**config, "dtype": "bfloat16"}
+    if gets_score:
+        score_head.describe_scorer(config, load_config(base, has_score=True))
     # Infinity stays as the base has it: transformers reads it (Mamba's time_step_limit).
     write_text(folder / "config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 

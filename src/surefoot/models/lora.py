@@ -31,6 +31,7 @@ from surefoot.models.expert_layouts import WITHOUT_STACKS, Stack, expert_stacks
 from surefoot.models.lora_linear import ADAPTED_CLASSES, adopt, can_adopt, create_parameter, is_plain
 from surefoot.models.quantization.base import FLOAT, WeightFormat, keep_stored
 from surefoot.models.routing import router_weight_owners
+from surefoot.models.score_head import head_of
 from surefoot.models.vision import vision_parts
 
 GROUPS = ("attention", "mlp", "linear", "experts", "router", "all", "vision")
@@ -166,7 +167,12 @@ def attachable_names(model: PreTrainedModel) -> set[str]:
 
 
 def _linear_names(model: PreTrainedModel) -> set[str]:
-    return {name for name, module in model.named_modules() if isinstance(module, tuple(ADAPTED_CLASSES))}
+    head = head_of(model)  # which is trained in full
+    return {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, tuple(ADAPTED_CLASSES)) and module is not head
+    }
 
 
 def _in_indexers(model: PreTrainedModel, names: Iterable[str]) -> set[str]:

@@ -29,6 +29,7 @@ from surefoot.models.per_sample import CallShapes, same_rows
 from surefoot.models.pretrained import BAD_CONFIG
 from surefoot.models.routing import router_names
 from surefoot.models.sample_layout import ARGUMENT, SampleLayout, samples_are
+from surefoot.models.score_head import token_outputs
 from surefoot.models.vision import attention, image_tokens
 from surefoot.system.allocators import is_out_of_memory
 
@@ -190,8 +191,7 @@ class MixingProbe:
             attention(self._model, own_implementation(type(self._model), self._model.config)),
             self._forward_errors(ids),
         ):
-            logits = self._model(input_ids=ids[None], use_cache=False, **{ARGUMENT: samples}).logits
-        return logits[0].float()  # type: ignore[no-any-return]
+            return token_outputs(self._model, input_ids=ids[None], use_cache=False, **{ARGUMENT: samples})[0].float()
 
     @torch.no_grad()
     def _run(self, ids: Tensor, samples: SampleLayout) -> Tensor:
@@ -199,8 +199,7 @@ class MixingProbe:
         positions = torch.cat([torch.arange(length) for length in samples.lengths])[None].to(self._device)
         arguments: dict[str, Any] = {"position_ids": positions, "attention_mask": None, "use_cache": False}
         with self._forward_errors(ids):
-            logits = self._model(input_ids=ids[None], **arguments, **{ARGUMENT: samples}).logits
-        return logits[0].float()  # type: ignore[no-any-return]
+            return token_outputs(self._model, input_ids=ids[None], **arguments, **{ARGUMENT: samples})[0].float()
 
 
 def _parts_to_probe(model: PreTrainedModel, decoder: nn.Module) -> Iterator[tuple[str, nn.Module]]:

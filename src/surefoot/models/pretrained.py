@@ -34,6 +34,7 @@ from surefoot.config.documents import read_text, shorten
 from surefoot.errors import ModelError, is_panic, one_line
 from surefoot.models.quantization.released import find_quantization
 from surefoot.models.resolve_model import read_json_object
+from surefoot.models.score_head import head_of, score_class
 from surefoot.models.tokenizer_file import check_tokenizer_file
 from surefoot.system.allocators import is_out_of_memory
 from surefoot.system.atomic_io import write_json
@@ -73,8 +74,10 @@ def check_type(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> No
         )
 
 
-def load_config(folder: Path) -> PreTrainedConfig:
+def load_config(folder: Path, *, has_score: bool = False) -> PreTrainedConfig:
     """Return the model's configuration; of quantised weights, as they are once they are read back.
+
+    `has_score`: of the model with a score head; its padding is that of the tokenizer, unless config.json says which.
 
     Raises: ModelError for a config.json that is malformed, an architecture that transformers does not have, and
     weights of a quantisation method that cannot be read back.
@@ -110,7 +113,18 @@ def load_config(folder: Path) -> PreTrainedConfig:
     for part in (config, text):
         if hasattr(part, "quantization_config"):
             del part.quantization_config
+    if has_score:
+        _describe_score(folder, config)
     return config
+
+
+def _describe_score(folder: Path, config: PreTrainedConfig) -> None:
+    """Set what transformers' classes for sequence classification read: one label, and the token that is padding."""
+    config.num_labels = 1
+    text = config.get_text_config()
+    if getattr(text, "pad_token_id", None) is None:
+        tokenizer = load_tokenizer(folder)
+        text.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
 
 
 def _check_architecture(path: Path, content: Mapping[str, Any]) -> None:
@@ -180,8 +194,20 @@ def _get_upper_bound(name: str) -> float:
     return MOST_SIZE if is_size else 1e30
 
 
-def model_class(folder: Path, config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return the class with a language-model head for a config; for a vision-language model the full class."""
+def model_class(folder: Path, config: PreTrainedConfig, *, has_score: bool = False) -> type[PreTrainedModel]:
+    """Return the class with a language-model head, or a score; for a vision-language model the full class.
+
+    Raises: ModelError if transformers has none.
+    """
+    if has_score:
+        scorer = score_class(config)
+        if scorer is None:
+            raise ModelError(
+                f"{folder}: transformers {transformers.__version__} has no class for sequence classification of "
+                f"model_type={config.model_type}, which would open the trained reward model. Train one of Qwen2, "
+                "Qwen3, Qwen3-MoE, Qwen3.5, Llama, Mistral, Mixtral, DeepSeek-V3, gpt-oss or Gemma."
+            )
+        return scorer
     if config.is_encoder_decoder and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:  # Florence-2
         raise ModelError(f"{folder}: model_type={config.model_type} is an encoder-decoder, which is not trained.")
     # Some configs with a vision_config are in both mappings: the first would be the language model alone.
@@ -198,13 +224,22 @@ def is_image_text_model(config: PreTrainedConfig) -> bool:
     return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
-def meta_model(folder: Path) -> PreTrainedModel:
-    """Return the model of a folder without storage: its modules, names and shapes."""
-    config = load_config(folder)
-    cls = model_class(folder, config)
+def meta_model(folder: Path, *, has_score: bool = False) -> PreTrainedModel:
+    """Return the model of a folder without storage, or the one with a score: its modules, names and shapes.
+
+    Raises: ModelError for a config that transformers cannot build.
+    """
+    config = load_config(folder, has_score=has_score)
+    cls = model_class(folder, config, has_score=has_score)
     with quiet_transformers(), config_errors(folder), torch.device("meta"), catch_warnings():
         simplefilter("ignore")  # torch warns of initial values, which mean nothing here
-        return cls(config)
+        model = cls(config)
+    if has_score and head_of(model) is None:
+        raise ModelError(
+            f"{folder}: transformers' {cls.__name__} computes its labels otherwise than by a linear layer `score` on "
+            "the last token, so it is no reward model."
+        )
+    return model
 
 
 def load_tokenizer(folder: Path, chat_template: str | None = None) -> PreTrainedTokenizerBase:

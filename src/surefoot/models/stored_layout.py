@@ -54,9 +54,10 @@ class Place:
 class StoredLayout:
     """The layout of a base model's files."""
 
-    def __init__(self, base: Path) -> None:
+    def __init__(self, base: Path, *, has_score: bool = False) -> None:
+        """`has_score`: whether the parameters are those of the reward model that is built on it."""
         self._base = base
-        self.model = meta_model(base)
+        self.model = meta_model(base, has_score=has_score)
         self._tensors = self.model.state_dict()
         transforms = get_model_conversion_mapping(self.model)
         self._renamings = [t for t in transforms if isinstance(t, WeightRenaming)]

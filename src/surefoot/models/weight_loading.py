@@ -18,7 +18,7 @@ from transformers.distributed import DistributedConfig
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
 from surefoot.errors import ModelError
-from surefoot.models import attention, vision
+from surefoot.models import attention, score_head, vision
 from surefoot.models.checkpoint_weights import CheckpointWeights, check_single_experts
 from surefoot.models.lora import is_lora
 from surefoot.models.pretrained import load_config, meta_model, model_class, quiet_transformers, weight_errors
@@ -38,8 +38,10 @@ GLIBC_MOST_BYTES = 1 << 25
 """Upper bound of glibc's own tuning of the threshold for large allocations."""
 
 
-def check_weights_fill(folder: Path) -> None:
+def check_weights_fill(folder: Path, *, has_score: bool = False) -> None:
     """Raise ModelError for files that are not exactly the weights of config.json's model. Reads headers only.
+
+    With `has_score` they may be those of the language model.
 
     A folder may also hold an adapter, which transformers would load, too.
     """
@@ -48,9 +50,10 @@ def check_weights_fill(folder: Path) -> None:
             f"{folder} holds an adapter (adapter_config.json) beside a model's config.json, and transformers would "
             "load both as one. Give the folder of the base model, and the adapter as init_adapter or --adapter."
         )
-    meta_model(folder)  # names what is wrong with the config alone
-    config = load_config(folder)
-    load_weights(model_class(folder, config), folder, config, torch.bfloat16, torch.device("meta"))
+    meta_model(folder, has_score=has_score)  # names what is wrong with the config alone
+    config = load_config(folder, has_score=has_score)
+    cls = model_class(folder, config, has_score=has_score)
+    load_weights(cls, folder, config, torch.bfloat16, torch.device("meta"))
 
 
 def load_weights(
@@ -93,14 +96,18 @@ def load_weights(
             if FAILED_CONVERSION in str(error):
                 check_single_experts(CheckpointWeights(folder).weights)
             raise
+    missing, unknown = set(info["missing_keys"]), set(info["unexpected_keys"])
+    if score_head.head_of(model) is not None and score_head.WEIGHT in missing:  # the files are of the language model
+        missing.remove(score_head.WEIGHT)
+        unknown -= output_layer_names(folder)
     problems = {
-        "missing": sorted(name for name in info["missing_keys"] if not is_lora(name)),
+        "missing": sorted(name for name in missing if not is_lora(name)),
         "of another shape": [
             f"{name} ({tuple(stored)} in the files, {tuple(own)} by config.json"
             f"{', in the part of this rank' if is_sharded else ''})"
             for name, stored, own in sorted(info["mismatched_keys"])
         ],
-        "unknown": [name for name in sorted(info["unexpected_keys"]) if not _predicts_further_tokens(name, config)],
+        "unknown": [name for name in sorted(unknown) if not _predicts_further_tokens(name, config)],
     }
     if any(".experts" in name for name in (*problems["missing"], *problems["of another shape"])):
         check_single_experts(CheckpointWeights(folder).weights)
@@ -113,6 +120,14 @@ def load_weights(
     if weight_format is not FLOAT:
         model.hf_quantizer.remove_quantization_config(model)  # a model that is written has its own types
     return model
+
+
+def output_layer_names(folder: Path) -> set[str]:
+    """Return the names of the parameters of the output layer of a folder's language model."""
+    model = meta_model(folder)
+    output_layer = model.get_output_embeddings()
+    own = set(output_layer.parameters()) if output_layer is not None else set()
+    return {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter in own}
 
 
 def _predicts_further_tokens(name: str, config: PreTrainedConfig) -> bool:

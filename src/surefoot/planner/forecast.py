@@ -164,7 +164,7 @@ def forecast(
     layout = Layout.of(run, ranks, where)
     is_float32 = run.dtype == "float32" or (not device.is_gpu and run.dtype != "bfloat16")
     dtype = torch.float32 if is_float32 else torch.bfloat16
-    spec = ModelSpec(base, lora_settings(run), dtype, run.freeze_vision_tower)
+    spec = ModelSpec(base, lora_settings(run), dtype, run.freeze_vision_tower, run.has_score)
     sizes = sizes_of(spec)
     if layout.expert_parallel > 1 and (not sizes.num_experts or sizes.num_experts % layout.expert_parallel):
         raise ConfigError(

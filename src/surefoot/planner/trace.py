@@ -312,7 +312,9 @@ def trace_step(
     layers: dict[Tensor, int] = {
         parameter: index for index, layer in enumerate(decoder_layers(model)) for parameter in layer.parameters()
     }
-    live = _LiveTensors(excluded, gradient_share, layers, model.get_output_embeddings().out_features)
+    output_layer = model.get_output_embeddings()  # None for a model with a score
+    vocabulary_size = output_layer.out_features if output_layer is not None else 0
+    live = _LiveTensors(excluded, gradient_share, layers, vocabulary_size)
     saved: dict[str, int] = {}
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hooks = [parameter.register_post_accumulate_grad_hook(live.keep_gradient) for parameter in parameters]

@@ -41,6 +41,8 @@ class ModelSpec:
     lora: LoraSettings | None
     dtype: torch.dtype
     freeze_vision: bool
+    has_score: bool = False
+    """Whether it has a score head in place of its output layer."""
 
     def build(
         self,
@@ -63,6 +65,7 @@ class ModelSpec:
             packed_attention=None if has_own_attention else ATTENTION,
             layers=layers,
             freeze_vision=self.freeze_vision,
+            has_score=self.has_score,
             is_run=is_run,
         )
 

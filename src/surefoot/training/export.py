@@ -12,14 +12,15 @@ from surefoot.distributed.artifact import CARD
 from surefoot.errors import ConfigError, ModelError
 from surefoot.events import Emit, Notice
 from surefoot.models.adapter import base_name, read_adapter, tensors_beside, write_adapter
-from surefoot.models.adapter_files import CONFIG, load_adapter_files
+from surefoot.models.adapter_files import CONFIG, gives_scores, load_adapter_files
 from surefoot.models.build import load_tokenizer, meta_model, trainable_parameters
 from surefoot.models.dtensor_blocks import load_full
 from surefoot.models.export import in_layers, merge_adapter, name_ends, untrained_names, write_model
 from surefoot.models.lora import LoraSettings, lora_settings
 from surefoot.models.pretrained import drop_processor_templates, is_image_text_model, load_config
 from surefoot.models.quantization.released import find_quantization
-from surefoot.models.resolve_model import folder_here, resolve_model
+from surefoot.models.resolve_model import folder_here, read_json_object, resolve_model
+from surefoot.models.score_head import is_scorer
 from surefoot.models.stored_layout import StoredLayout
 from surefoot.models.weight_loading import check_weights_fill
 from surefoot.system.atomic_io import new_folder, write_text
@@ -62,17 +63,18 @@ def export(run: Path, target: Path, *, merge: bool, step: int | None, emit: Emit
     base = resolve_model(config.model, f"{run}/run.yaml")
     tokenizer = load_tokenizer(base, config.chat_template)
     saved = ShardedTensors(checkpoint / "model")
-    whole_model = meta_model(base)
+    whole_model = meta_model(base, has_score=config.has_score)
     is_full = settings is None
     name_others = untrained_names if is_full else tensors_beside
-    untrained = StoredLayout(base).read(name_others(whole_model, saved.shapes))
+    untrained = StoredLayout(base, has_score=config.has_score).read(name_others(whole_model, saved.shapes))
     all_shapes = {**{name: value.shape for name, value in untrained.items()}, **saved.shapes}
     shapes = {name: all_shapes[name] for name in (in_layers(all_shapes) if is_full else all_shapes)}
     values = ((name, saved.read(name) if name in saved.shapes else untrained[name]) for name in shapes)
     if settings is None:
         with new_folder(target) as folder:
-            write_model(folder, base, shapes, values)
-            name_ends(folder, answer_ends(tokenizer))
+            write_model(folder, base, shapes, values, has_score=config.has_score)
+            if not config.has_score:
+                name_ends(folder, answer_ends(tokenizer))
             tokenizer.save_pretrained(folder)
         return target
     adapter = target if not merge else target.with_name(f".{target.name}.adapter")
@@ -120,7 +122,7 @@ def _merge_or_copy(finished: Path, target: Path, merge: bool, emit: Emit, run: P
         if (finished / CONFIG).is_file():
             load_adapter_files(finished)  # a damaged one is not passed on
         else:
-            check_weights_fill(finished)
+            check_weights_fill(finished, has_score=is_scorer(read_json_object(finished / "config.json")))
         with new_folder(target) as folder:
             shutil.copytree(finished, folder, dirs_exist_ok=True, ignore=_list_special_files)
         return target
@@ -145,17 +147,19 @@ def _merge_into_base(base: Path, adapter: Path, target: Path, emit: Emit, run: P
     """Write the base with the adapter merged in, the chat template of its training, and a card if its run is given."""
     _note_quantization(base, emit)
     card = _make_card(run, base) if run is not None else None
+    has_score = gives_scores(adapter)
 
     def finish(folder: Path) -> None:
         own, trained = load_tokenizer(base), load_tokenizer_of(adapter, base)
         is_elsewhere = drop_processor_templates(folder)
         if trained.chat_template != own.chat_template or is_elsewhere:
             trained.save_pretrained(folder)
-        name_ends(folder, answer_ends(trained))
+        if not has_score:
+            name_ends(folder, answer_ends(trained))
         if card is not None:
             write_text(folder / CARD, card)
 
-    return merge_adapter(base, adapter, target, finish)
+    return merge_adapter(base, adapter, target, finish, has_score=has_score)
 
 
 def load_tokenizer_of(adapter: Path | None, base: Path) -> PreTrainedTokenizerBase:

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from surefoot.config.methods import settings_class
 from surefoot.config.schema import HUB_ID
 from surefoot.version import __version__
 
@@ -28,9 +29,14 @@ def make_card(
     has_adapter = config["tuning"] == "lora"
     is_adapter = has_adapter and not is_merged
     base = _name(config["model"])
+    model_class, task = ("AutoModelForImageTextToText", "image-text-to-text") if has_images else (
+        "AutoModelForCausalLM", "text-generation",
+    )  # fmt: skip
+    if settings_class(config["method"]).has_score:
+        model_class, task = "AutoModelForSequenceClassification", "text-classification"
     header: dict[str, Any] = {
         "library_name": "peft" if is_adapter else "transformers",
-        "pipeline_tag": "image-text-to-text" if has_images else "text-generation",
+        "pipeline_tag": task,
         "tags": ["surefoot", config["method"], *(["lora"] if has_adapter else [])],
     }
     if HUB_ID.match(config["model"]):
@@ -46,7 +52,7 @@ def make_card(
             f"# {config.get('run_name') or Path(config['output_dir']).name}", "",
             f"{what}, trained by Surefoot with `method: {config['method']}`.", "",
             "## Load it", "",
-            "```python", *_loading(config["model"], is_adapter=is_adapter, has_images=has_images), "```", "",
+            "```python", *_loading(config["model"], model_class, is_adapter=is_adapter), "```", "",
             "## Training", "", "| | |", "|---|---|",
             *(f"| {name} | {value} |" for name, value in _facts(config, summary, has_adapter=has_adapter)), "",
         ]
@@ -58,16 +64,16 @@ def _name(model: str) -> str:
     return model if HUB_ID.match(model) else Path(model).name
 
 
-def _loading(model: str, *, is_adapter: bool, has_images: bool) -> Iterator[str]:
+def _loading(model: str, model_class: str, *, is_adapter: bool) -> Iterator[str]:
     """Yield the lines of code that load an adapter of `model`, or a model. Folders of this machine are not written."""
-    model_class = "AutoModelForImageTextToText" if has_images else "AutoModelForCausalLM"
     if is_adapter:
         yield "from peft import PeftModel"
     yield f"from transformers import {model_class}, AutoTokenizer"
     yield ""
     if is_adapter:
         base = model if HUB_ID.match(model) else "FOLDER_OF_THE_BASE_MODEL"
-        yield f'base = {model_class}.from_pretrained("{base}")'
+        labels = ", num_labels=1" if "Classification" in model_class else ""
+        yield f'base = {model_class}.from_pretrained("{base}"{labels})'
         yield 'model = PeftModel.from_pretrained(base, "THIS_FOLDER")'
     else:
         yield f'model = {model_class}.from_pretrained("THIS_FOLDER")'

@@ -46,8 +46,9 @@ def describe_model(
     if lora is not None and (left_out := experts_left_out(train_context.model, lora.targets)):
         yield EXPERTS_LEFT_OUT.format(", ".join(left_out))
     if lora is not None:
-        yield from _describe_adapter(meta_model(base), lora.targets)
-    unnamed = answer_ends(tokenizer, config.template_variables) - end_tokens(train_context.model, tokenizer)
+        yield from _describe_adapter(meta_model(base, has_score=config.has_score), lora.targets)
+    ends = answer_ends(tokenizer, config.template_variables)
+    unnamed = ends - end_tokens(train_context.model, tokenizer) if train_context.model.can_generate() else frozenset()
     names = tokenizer.convert_ids_to_tokens(sorted(unnamed))
     if written := [name for name in names if name != WAITS_FOR_TOOL or name in str(tokenizer.chat_template)]:
         yield UNNAMED_ENDS.format(", ".join(written))

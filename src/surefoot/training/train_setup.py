@@ -63,7 +63,7 @@ def check_targets(loaded: LoadedConfig, base: Path) -> None:
     lora = lora_settings(loaded.run)
     if lora is None:
         return
-    model = meta_model(base)
+    model = meta_model(base, has_score=loaded.run.has_score)
     try:
         checked_targets(model, lora)
     except ModelError as error:
@@ -121,6 +121,8 @@ def build_train_context(
         gradient_checkpointing=config.checkpointing,
         sharding=sharding,
         freeze_vision=config.freeze_vision_tower,
+        has_score=config.has_score,
+        seed=config.seed,
     )
     if config.compile:
         compile_layers(built)

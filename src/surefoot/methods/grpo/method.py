@@ -6,6 +6,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from surefoot.config import LoadedConfig, RunConfig
 from surefoot.data.collate import MicroBatch
 from surefoot.data.sampler import Position, StepBatch
@@ -16,6 +18,7 @@ from surefoot.methods.grpo.builtin_rewards import BUILT_IN, columns_problem
 from surefoot.methods.grpo.engines.server import Server
 from surefoot.methods.grpo.loss import GrpoObjective, PlannedPolicyLoss, PolicyLoss
 from surefoot.methods.grpo.pending import problems_of_pending
+from surefoot.methods.grpo.reward_model import RewardModel, check_scorer
 from surefoot.methods.grpo.rewards import Rewards, check_reward
 from surefoot.methods.grpo.rollout_source import RolloutSource
 from surefoot.methods.grpo.settings import GrpoConfig, grpo_settings
@@ -60,8 +63,7 @@ class Grpo(Method):
 
     @staticmethod
     def check_files(loaded: LoadedConfig) -> None:
-        for item in grpo_settings(loaded.run).rewards:
-            check_reward(item, loaded.where("reward_funcs"))
+        _check_rewards(loaded)
 
     @staticmethod
     def build_objective(built: BuiltModel, config: RunConfig, ranks: World) -> Objective:
@@ -72,6 +74,7 @@ class Grpo(Method):
         context, reader, settings = self.context, self.context.data.reader, self._settings
 
         def start_rewards() -> Rewards:
+            _check_rewards(context.loaded)
             return Rewards(
                 settings.rewards,
                 num_workers=settings.reward_num_proc,
@@ -92,6 +95,8 @@ class Grpo(Method):
         data, where = self.context.data, self.context.loaded.where("reward_funcs")
         rows = [("the rows", data.first_columns(position)), ("the held-out rows", data.held_out_columns())]
         for item, (which, columns) in product(self._settings.rewards, rows):
+            if item.model and columns and "images" in columns:
+                raise ConfigError(f"{item.func}: {which} have images, and a reward model reads text alone ({where}).")
             can_check = columns and item.func in BUILT_IN
             problem = columns_problem(item.func, item.args, columns, which) if can_check else None
             if problem is not None:
@@ -110,6 +115,10 @@ class Grpo(Method):
     def load(self, config: RunConfig, train_context: TrainContext) -> None:
         """Connect the engine to the model. Raises: StoppedOnFinding (SF801) if a server does not get ready."""
         assert self._rewards is not None
+        for number, item in enumerate(self._settings.rewards):
+            if item.model:
+                dtype = getattr(torch, config.dtype)
+                self._rewards.add_model(number, RewardModel(item.model, train_context.device, dtype))
         self._source = build_rollout_source(
             grpo_settings(config), self.context, train_context, self._rewards, self._server
         )
@@ -145,6 +154,15 @@ class Grpo(Method):
     def _loaded_source(self) -> RolloutSource:
         assert self._source is not None
         return self._source
+
+
+def _check_rewards(loaded: LoadedConfig) -> None:
+    """Raise ConfigError for a reward function or reward model that is missing or has a wrong setting."""
+    where = loaded.where("reward_funcs")
+    for item in grpo_settings(loaded.run).rewards:
+        check_reward(item, where)
+        if item.model:
+            check_scorer(item, where)
 
 
 def _check_frequencies(loaded: LoadedConfig, settings: GrpoConfig, base: Path) -> None:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from surefoot.errors import ConfigError
 from surefoot.methods.grpo.builtin_rewards import BUILT_IN, settings_problem
@@ -36,6 +36,8 @@ ANSWER_BYTES = 16 << 20
 ERROR_CHARACTERS = 5000
 """Largest length of an error's text with its trace; a worker sends less."""
 ODD_ANSWER = "its process answered something else: does the function fork, or write to open files?"
+NO_FUNCTION = "length"
+"""A built-in that workers load in the place of a reward model."""
 MAX_REWARD = 1e12
 """Largest magnitude of a reward: the squares of much larger ones would overflow."""
 MAX_LATE_SINGLE_CALLS = 2
@@ -75,6 +77,13 @@ class RewardResult:
     failure: str | None = None
 
 
+class Scorer(Protocol):
+    """A reward function that runs in this process."""
+
+    def score(self, groups: Sequence[RewardInputs], waiting: Callable[[], None]) -> list[list[RewardResult]]:
+        """Return the value of each completion, as [group][completion]. `waiting`: called often."""
+
+
 class _CallFailed(Exception):
     """A call of a function gave no rewards; the text says why."""
 
@@ -103,8 +112,12 @@ class Rewards:
         self._is_over = threading.Event()
         self._late_groups = [0] * len(items)
         """Number of groups in which each function was late in every call, since it last returned."""
+        self._models: dict[int, Scorer] = {}
+        """Reward models by their number among the items, once they are loaded."""
         self._idle_workers: queue.Queue[_Worker] = queue.Queue()
-        self._workers = [_Worker([item.func for item in items]) for _ in range(num_workers)]
+        # Reward models have a stand-in there, so that all have the same numbers.
+        functions = [item.func if not item.model else NO_FUNCTION for item in items]
+        self._workers = [_Worker(functions) for _ in range(num_workers)]
         for worker in self._workers:
             self._idle_workers.put(worker)
         # The threads live as long as the workers: a worker ends with the thread that started it.
@@ -123,7 +136,7 @@ class Rewards:
         """Short names of the functions, made unique."""
         names: list[str] = []
         for item in self._items:
-            name = item.func.rpartition(":")[2]
+            name = Path(item.model).name if item.model else item.func.rpartition(":")[2]
             numbered = (f"{name}_{number}" for number in count(2))
             names.append(next(candidate for candidate in chain([name], numbered) if candidate not in names))
         return names
@@ -136,16 +149,27 @@ class Rewards:
         `waiting`: called every `HEARTBEAT_EVERY_S` seconds.
         """
         self._late_groups = [0] * len(self._items)
-        jobs = [(group, number) for group in groups for number in range(len(self._items))]
-        futures = [self._threads.submit(self._score_group, *job) for job in jobs]
-        while wait(futures, HEARTBEAT_EVERY_S).not_done:  # each call has its deadline
+        functions = [number for number in range(len(self._items)) if number not in self._models]
+        futures = {
+            (index, number): self._threads.submit(self._score_group, group, number)
+            for index, group in enumerate(groups)
+            for number in functions
+        }
+        of_models = {number: model.score(groups, waiting) for number, model in self._models.items()}
+        while wait(futures.values(), HEARTBEAT_EVERY_S).not_done:  # each call has its deadline
             waiting()
-        by_function = [future.result() for future in futures]
-        each = len(self._items)
+
+        def results_of(index: int, number: int) -> list[RewardResult]:
+            return of_models[number][index] if number in of_models else futures[index, number].result()
+
         return [
-            [list(results) for results in zip(*by_function[begin : begin + each], strict=True)]
-            for begin in range(0, len(by_function), each)
+            [list(row) for row in zip(*(results_of(index, number) for number in range(len(self._items))), strict=True)]
+            for index in range(len(groups))
         ]
+
+    def add_model(self, number: int, model: "Scorer") -> None:
+        """Let a reward model give the values of an item."""
+        self._models[number] = model
 
     def end(self) -> None:
         """End the workers."""
@@ -229,10 +253,10 @@ class Rewards:
         self._late_groups[number] = 0
         if len(rewards) != len(indices):
             raise _WrongRewardCount(f"it returned {len(rewards)} rewards for {len(indices)} completions")
-        return [_check_value(reward) for reward in rewards]
+        return [check_value(reward) for reward in rewards]
 
 
-def _check_value(reward: float | None) -> RewardResult:
+def check_value(reward: float | None) -> RewardResult:
     """Return the reward as a result; a failure if it is not finite or too large."""
     if reward is not None and not math.isfinite(reward):
         return RewardResult(None, f"the reward is {reward}, which is not a finite number")
@@ -243,6 +267,8 @@ def _check_value(reward: float | None) -> RewardResult:
 
 def check_reward(item: RewardItem, where: str) -> None:
     """Raise ConfigError for a missing function or package, or a wrong setting. The function is not loaded."""
+    if item.model:  # see `check_scorer`
+        return
     file, colon, function = item.func.rpartition(":")
     if colon and file.endswith(".py"):
         if not Path(file).is_file():

@@ -12,6 +12,10 @@ from surefoot.config.schema import Contradiction, Free, Item, RunConfig
 Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
 
 
+OF_MODEL = "model:"
+"""Beginning of an entry of `reward_funcs` that is a reward model."""
+
+
 class RewardItem(Item):
     """One reward function."""
 
@@ -21,7 +25,8 @@ class RewardItem(Item):
     text_key: ClassVar[str] = "func"
 
     func: str = Field(min_length=1)
-    """`file.py:function`, or a built-in: exact_match, math_verify, regex, json_schema, length."""
+    """`file.py:function`, a built-in (exact_match, math_verify, regex, json_schema, length), or `model:PATH`: a reward
+    model, as a run with `method: reward` trains it, which scores a completion behind its prompt."""
     weight: Weight = 1.0
     """Factor of its value in a completion's reward."""
     args: dict[str, Any] = Field(default={})
@@ -29,14 +34,22 @@ class RewardItem(Item):
 
     @classmethod
     def resolve(cls, text: str, resolve: Callable[[str], Path]) -> str:
-        """Make the file of a function absolute; a built-in has none."""
+        """Make the file of a function, or the folder of a reward model, absolute; a built-in has none."""
+        if text.startswith(OF_MODEL):
+            path = resolve(text.removeprefix(OF_MODEL))
+            return f"{OF_MODEL}{path}" if path.exists() else text
         file, colon, function = text.rpartition(":")
         return f"{resolve(file)}:{function}" if colon and file.endswith(".py") else text
 
     @property
     def file(self) -> str:
-        """The file of the function; empty for a built-in."""
-        return self.func.rpartition(":")[0]
+        """The file of the function; empty for a built-in and a reward model."""
+        return self.func.rpartition(":")[0] if not self.model else ""
+
+    @property
+    def model(self) -> str:
+        """The reward model, as a folder or a hub id; empty for a function."""
+        return self.func.removeprefix(OF_MODEL) if self.func.startswith(OF_MODEL) else ""
 
 
 class GrpoConfig(RolloutConfig):

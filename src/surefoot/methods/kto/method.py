@@ -65,9 +65,9 @@ class KtoObjective(PreferenceObjective):
             return torch.zeros(num_answers, device=batch.ids.device)
         return sum_answers(self.compute_logprobs(other), other, num_answers)
 
-    def add_reference(self, batch: MicroBatch) -> MicroBatch:
+    def complete(self, batch: MicroBatch) -> MicroBatch:
         """Return the batch with the likelihoods of its reference, and those of mismatched answers. Collective."""
-        batch = super().add_reference(batch)
+        batch = super().complete(batch)
         if not isinstance(batch, LabelledBatch) or not self._has_divergence:
             return batch
         return replace(batch, mismatched_logps=self._score_mismatched(batch))
@@ -170,7 +170,7 @@ class Kto(PreferenceMethod):
         self._partners: dict[tuple[int, int], Mapping[int, int]] = {}
         """Partners of the samples of a chunk, by the identity of its dataset and its number."""
 
-    def prepare_batch(self, batch: MicroBatch, dataset: Dataset) -> MicroBatch:
+    def read_rows(self, batch: MicroBatch, dataset: Dataset) -> MicroBatch:
         """Return the batch with the labels of its answers, and its questions with the answers to others."""
         reader = self.context.data.reader
         mismatched = None
