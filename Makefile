@@ -64,7 +64,8 @@ docs: $(VENV)/.docs
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/data_vs_trl.py
 	$(BIN)/python benchmarks/sft_vs_trl.py
-	$(BIN)/python benchmarks/dpo_vs_trl.py
+	$(BIN)/python benchmarks/pairs_vs_trl.py --method dpo
+	$(BIN)/python benchmarks/pairs_vs_trl.py --method reward
 	$(BIN)/python benchmarks/architectures_vs_trl.py
 	$(BIN)/python benchmarks/grpo_vs_trl.py
 

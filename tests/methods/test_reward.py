@@ -201,8 +201,12 @@ def test_a_model_without_a_class_that_opens_its_reward_model_is_refused(
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     CohereForCausalLM(CohereConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(tmp_path / "cohere")
     tokenizer.save_pretrained(tmp_path / "cohere")
-    with pytest.raises(SurefootError, match="no class for sequence classification of model_type=cohere"):
-        surefoot.train({**reward, "model": str(tmp_path / "cohere")}, screen=False)
+    bad = write_jsonl(tmp_path / "bad.jsonl", [{"prompt": "x", "chosen": 7, "rejected": 8}])
+    for tuning in ("lora", "full"):
+        settings = {**reward, "model": str(tmp_path / "cohere"), "dataset": str(bad), "tuning": tuning}
+        settings = {name: value for name, value in settings.items() if tuning == "lora" or name != "lora_rank"}
+        with pytest.raises(SurefootError, match=r"no class for sequence classification of model_type=cohere.*argument"):
+            surefoot.train(settings, screen=False)
 
 
 @pytest.mark.slow

@@ -191,6 +191,33 @@ def test_a_run_can_start_from_an_adapter(settings: dict[str, Any], tmp_path: Pat
     )
     before, after = metrics_of(first.run_folder), metrics_of(started.run_folder)
     assert after[0]["loss"] < before[0]["loss"]
+    assert "init_adapter was trained on" not in (started.run_folder / "train.log").read_text()
+
+    copied = shutil.copytree(settings["model"], tmp_path / "elsewhere")
+    other = surefoot.train(
+        settings, screen=False, model=str(copied), output_dir=tmp_path / "third", max_steps=1,
+        init_adapter=first.run_folder / "adapter",
+    )  # fmt: skip
+    assert f"this run's model is {copied}" in (other.run_folder / "train.log").read_text()
+
+
+def test_an_adapter_that_does_not_fit_is_refused_before_data_are_prepared(
+    settings: dict[str, Any], model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    first = surefoot.train(settings, screen=False, max_steps=1)
+    bad = write_jsonl(tmp_path / "bad.jsonl", [{"messages": 7}])
+    again = {**settings, "dataset": str(bad), "output_dir": str(tmp_path / "second")}
+    dense = {"model": str(model_folder("llama")), "target_modules": "attention"}
+    cases = [
+        ({"init_adapter": first.run_folder}, f"is the folder of a run: its adapter is {first.run_folder}/adapter"),
+        ({"init_adapter": first.artifact, "lora_rank": 3}, "lora_rank=3 but the adapter has"),
+        ({"init_adapter": first.artifact, **dense}, "which this model does not have. Its base"),
+        ({"init_adapter": tmp_path / "none"}, "is no PEFT adapter"),
+    ]
+    for changes, text in cases:
+        with pytest.raises(surefoot.errors.ModelError, match=re.escape(text)) as caught:
+            surefoot.train({**again, **changes}, screen=False)
+        assert "argument" in str(caught.value)
 
 
 @pytest.mark.parametrize(

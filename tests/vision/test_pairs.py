@@ -5,15 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification
 
 import surefoot
 from surefoot.data.collate import collate
+from surefoot.methods.reward.scores import AnswerScores
 from surefoot.methods.token_loss import TokenLogprobs, TokenLoss
 from surefoot.models.build import build_model
 from tests.support.data import write_jsonl
 from tests.support.runs import numbers
 from tests.support.vision import opened, picture_rows
-from tests.support.vision_families import FAMILIES, write_family
+from tests.support.vision_families import FAMILIES, processed_by_transformers, text_of, write_family
 
 pytestmark = pytest.mark.long
 
@@ -28,6 +30,39 @@ def pair_of(row: dict[str, Any], later: str | None) -> dict[str, Any]:
         question = {**question, "content": question["content"].replace("<image>", "")}
         images = []
     return {"prompt": [question], "chosen": [answer], "rejected": rejected, "images": images}
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "gemma3"])
+def test_a_reward_of_an_answer_about_images_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
+    with FAMILIES[kind].stand_in():
+        base = write_family(kind, tmp_path / "base")
+        rows = picture_rows(tmp_path / "data")[:4]
+        pairs = [pair_of(row, None) for row in rows]
+        settings: dict[str, Any] = {
+            "method": "reward", "model": str(base), "output_dir": str(tmp_path / "run"), "max_length": 512,
+            "max_steps": 2, "device": "cpu", "report": False, "global_batch_size": 4, "per_device_train_batch_size": 2,
+            "dataset": str(write_jsonl(tmp_path / "data/pairs.jsonl", pairs)), "learning_rate": 0.01,
+        }  # fmt: skip
+        _, samples, reader = opened(settings)
+        model = build_model(
+            base, lora=None, device=torch.device("cpu"), dtype=torch.float32, has_score=True
+        ).model.eval()
+        own = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype=torch.float32).eval()
+        own.load_state_dict(model.state_dict())
+        expected = []
+        with torch.no_grad():
+            for pair in pairs:
+                for side in ("chosen", "rejected"):
+                    images = [tmp_path / "data" / name for name in pair["images"]]
+                    text = text_of([*pair["prompt"], *pair[side]], base)
+                    expected.append(float(own(**processed_by_transformers(kind, base, text, images)).logits))
+            for shares in (True, False):
+                found = AnswerScores(model)(collate(samples, reader, shares_questions=shares))
+                torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-4, atol=1e-5)
+        result = surefoot.train(settings, screen=False)
+        assert result.metrics[-1]["loss"] < result.metrics[0]["loss"]
+        surefoot.export(result.run_folder, tmp_path / "whole", merge=True)
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("kind", ["internvl", "qwen3_5_moe", "gemma3"])

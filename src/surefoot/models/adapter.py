@@ -27,7 +27,7 @@ from surefoot.models.adapter_files import (
     load_for_model,
 )
 from surefoot.models.hubs import MODELSCOPE
-from surefoot.models.lora import LoraSettings, is_lora
+from surefoot.models.lora import OF_ONE_EXPERT, LoraSettings, is_lora
 from surefoot.models.peft_layout import LORA, PeftLayout, split_targets
 from surefoot.models.safetensors_writer import tensor_file
 from surefoot.models.score_head import head_of
@@ -153,7 +153,7 @@ def read_adapter(
         name: layout.convert_to_file(name, torch.empty(shape, device="meta"), expected_shapes)
         for name, shape in expected_shapes.items()
     }
-    _check_targets(folder, {key for key, _ in keys.values()}, stored.keys(), config, settings)
+    _check_targets(folder, {key for key, _ in keys.values()}, stored.keys(), config, settings, model)
     values = {}
     for name, (key, as_stored) in keys.items():
         value = stored.pop(key)
@@ -180,7 +180,12 @@ def _check_can_be_continued(folder: Path, config: Mapping[str, Any], stored: Ite
 
 
 def _check_targets(
-    folder: Path, expected: Collection[str], stored: Collection[str], config: Mapping[str, Any], settings: LoraSettings
+    folder: Path,
+    expected: Collection[str],
+    stored: Collection[str],
+    config: Mapping[str, Any],
+    settings: LoraSettings,
+    model: PreTrainedModel,
 ) -> None:
     """Raise ModelError, with both lists of targets, unless an adapter holds exactly the tensors that a run trains."""
     in_full = tuple(f"{key.rpartition('.')[0]}." for key in expected if LORA not in key)
@@ -190,6 +195,14 @@ def _check_targets(
         return
     details = [f"it has no {PREFIX}{missing[0]} (one of {len(missing)})"] if missing else []
     details += [f"it also adapts {PREFIX}{surplus[0]} (one of {len(surplus)})"] if surplus else []
+    owners = (key.partition(".lora_")[0].removesuffix(".base_layer") for key in surplus)
+    modules = {name for name, _ in model.named_modules()}
+    absent = next((owner for owner in owners if owner not in modules and not OF_ONE_EXPERT.search(f"{owner}.")), None)
+    if absent is not None:
+        raise ModelError(
+            f"init_adapter={folder}: it adapts {absent}, which this model does not have. Its base is "
+            f"{config.get('base_model_name_or_path')}: set model to that, or give an adapter of this model."
+        )
     raise ModelError(
         f"init_adapter={folder}: the adapter was trained with {describe_targets(config)}, and this run trains "
         f"target_modules={list(settings.targets)}: {'; '.join(details)}. Set target_modules to what the adapter has."

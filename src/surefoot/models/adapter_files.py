@@ -56,6 +56,8 @@ def load_adapter_files(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]
     """
     path, weights = folder / CONFIG, folder / WEIGHTS
     needs = f"{folder} is no PEFT adapter: it needs a readable {CONFIG} and {WEIGHTS}"
+    if (folder / "run.yaml").is_file() and (folder / "adapter").is_dir():
+        raise ModelError(f"{folder} is the folder of a run: its adapter is {folder / 'adapter'}.")
     try:
         config = read_json_object(path)
     except ModelError as error:

@@ -138,7 +138,7 @@ def build_without_storage(
         targets = attach(model, lora) if lora is not None else None
     experts.plug_in(model)
     if targets is not None:
-        _mark_trainable(model, targets)
+        mark_trainable(model, targets)
     else:
         _freeze(model, _names_frozen(model, freeze_vision=freeze_vision))
     accept_samples(model)
@@ -203,7 +203,7 @@ def build_model(
 
     def mark(model: PreTrainedModel) -> None:
         if lora is not None:
-            _mark_trainable(model, attached_targets[-1])
+            mark_trainable(model, attached_targets[-1])
         else:
             _freeze(model, frozen)
 
@@ -370,7 +370,7 @@ def _add_sharding_to_class(
     return type(cls.__name__, (cls,), {**methods, "__module__": cls.__module__})
 
 
-def _mark_trainable(model: PreTrainedModel, targets: LoraTargets) -> None:
+def mark_trainable(model: PreTrainedModel, targets: LoraTargets) -> None:
     """Set LoRA, targeted routers and a score head to be trained, and freeze everything else."""
     trained_in_full = {f"{name}.weight" for name in targets.routers}
     if score_head.head_of(model) is not None:

@@ -10,12 +10,14 @@ from surefoot.config import RunConfig
 from surefoot.data.render import answer_ends
 from surefoot.data.turn_ends import WAITS_FOR_TOOL
 from surefoot.methods.base import TrainContext
+from surefoot.models.adapter_files import CONFIG
 from surefoot.models.build import meta_model
 from surefoot.models.experts import describe_missing_kernel
 from surefoot.models.generate import end_tokens
 from surefoot.models.lora import experts_left_out, lora_settings
 from surefoot.models.peft_layout import UNMERGEABLE, UNREADABLE_BY_PEFT, find_unmergeable, find_unreadable
 from surefoot.models.quantization.released import find_quantization
+from surefoot.models.resolve_model import read_json_object
 
 EXPERTS_LEFT_OUT = "target_modules: {} mean linear layers, and the experts of this model are none: add `experts`"
 ALL_LOGITS = (
@@ -29,6 +31,9 @@ UNNAMED_ENDS = (
 )
 
 
+OTHER_BASE = (
+    "init_adapter was trained on {}, and this run's model is {}: an adapter fits the weights that it was trained beside"
+)
 NO_SWITCH = "enable_thinking: the chat template does not read it, so it changes nothing"
 
 
@@ -37,6 +42,8 @@ def describe_model(
 ) -> Iterator[str]:
     """Yield the notices about a model that was built from the folder `base`."""
     lora = lora_settings(config)
+    if config.init_adapter is not None and (other := _find_other_base(Path(config.init_adapter), config.model, base)):
+        yield OTHER_BASE.format(other, config.model)
     if quantization := find_quantization(base / "config.json"):
         yield quantization.describe_reading(config.dtype if lora is not None else "float32")
     if how := train_context.isolation.describe():
@@ -56,6 +63,15 @@ def describe_model(
         yield NO_SWITCH
     if train_context.objective.holds_all_logits:
         yield ALL_LOGITS
+
+
+def _find_other_base(adapter: Path, model: str, base: Path) -> str | None:
+    """Return the model that an adapter was trained on, if it has another name than that of the run."""
+    trained_on = read_json_object(adapter / CONFIG).get("base_model_name_or_path")
+    if not isinstance(trained_on, str) or not trained_on:
+        return None
+    names = {Path(name).name for name in (model, str(base))}
+    return trained_on if Path(trained_on).name not in names else None
 
 
 def _describe_adapter(model: PreTrainedModel, targets: Sequence[str]) -> Iterator[str]:

@@ -17,8 +17,9 @@ from surefoot.errors import ConfigError, ModelError
 from surefoot.methods.base import TrainContext
 from surefoot.methods.registry import method_of
 from surefoot.methods.token_loss import eval_no_grad
-from surefoot.models.build import build_model, compile_layers, meta_model, trainable_parameters
-from surefoot.models.lora import checked_targets, lora_settings
+from surefoot.models.adapter import read_adapter
+from surefoot.models.build import build_model, compile_layers, mark_trainable, meta_model, trainable_parameters
+from surefoot.models.lora import attach, checked_targets, lora_settings
 from surefoot.models.router_bias import RouterBiases
 from surefoot.models.vision import check_tower
 from surefoot.models.weight_loading import keep_freed_memory
@@ -56,9 +57,10 @@ def check_router_biases(loaded: LoadedConfig, base: Path) -> None:
 
 
 def check_targets(loaded: LoadedConfig, base: Path) -> None:
-    """Raise ModelError, with its place in the config, for targets of LoRA that the model cannot have.
+    """Raise ModelError, with its place in the config, for targets of LoRA that model or `init_adapter` do not have.
 
-    Reads no weights, so it comes before the data are prepared. Raises: ModelError for a config.json that is no model's.
+    Reads no weights of the model, so it comes before the data are prepared. Raises: ModelError for a config.json that
+    is no model's.
     """
     lora = lora_settings(loaded.run)
     if lora is None:
@@ -68,6 +70,14 @@ def check_targets(loaded: LoadedConfig, base: Path) -> None:
         checked_targets(model, lora)
     except ModelError as error:
         raise ModelError(f"{error} ({loaded.where('target_modules')})") from error
+    if loaded.run.init_adapter is not None:
+        with torch.device("meta"):
+            mark_trainable(model, attach(model, lora))
+        shapes = {name: parameter.shape for name, parameter in trainable_parameters(model).items()}
+        try:
+            read_adapter(Path(loaded.run.init_adapter), shapes, lora, model)
+        except ModelError as error:
+            raise ModelError(f"{str(error).removesuffix('.')} ({loaded.where('init_adapter')}).") from error
 
 
 def check_images(context: TrainContext, reader: PixelReader, where: str) -> None:

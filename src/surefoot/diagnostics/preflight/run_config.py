@@ -48,7 +48,7 @@ def _check_run(loaded: LoadedConfig) -> Result:
             open_images(loaded, base, model, load_tokenizer(base, run.chat_template))
             check_generation_config(base)
             weights_of(base)  # a damaged file is reported by `check_model`
-            check_weights_fill(base)
+            check_weights_fill(base, has_score=run.has_score)
         _check_named_files(loaded)
     except ValueError as error:  # of a damaged file
         raise NotApplicable(str(error)) from error

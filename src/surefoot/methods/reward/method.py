@@ -4,21 +4,23 @@ Shape suffixes: P pairs.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from surefoot.config import RunConfig
+from surefoot.config import LoadedConfig, RunConfig
 from surefoot.data.collate import MicroBatch
 from surefoot.data.dataset import Dataset
 from surefoot.data.row_formats import MARGIN
 from surefoot.distributed.process_group import SINGLE_PROCESS, World
+from surefoot.errors import ModelError
 from surefoot.methods.answers import AnswerMethod, AnswerObjective
 from surefoot.methods.base import BatchTotals, Objective
 from surefoot.methods.reward.scores import AnswerScores
 from surefoot.methods.reward.settings import RewardConfig
-from surefoot.models.build import BuiltModel
+from surefoot.models.build import BuiltModel, meta_model
 
 METRICS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 """Means over pairs, under the names that TRL has in its other trainers of pairs."""
@@ -67,6 +69,14 @@ class RewardObjective(AnswerObjective):
 
 class Reward(AnswerMethod):
     """Training of a reward model."""
+
+    @staticmethod
+    def check_model(loaded: LoadedConfig, base: Path) -> None:
+        """Raise ModelError if transformers has no reward model of this architecture. Reads no weights."""
+        try:
+            meta_model(base, has_score=True)
+        except ModelError as error:
+            raise ModelError(f"{str(error).removesuffix('.')} ({loaded.where('model')}).") from error
 
     @staticmethod
     def build_objective(built: BuiltModel, config: RunConfig, ranks: World) -> Objective:

@@ -1,6 +1,6 @@
-"""Surefoot's DPO against TRL's on one machine in one run: speed and memory.
+"""Surefoot's DPO, or its reward models, against TRL's on one machine in one run: speed and memory.
 
-    python benchmarks/dpo_vs_trl.py --data gsm8k/train.jsonl
+    python benchmarks/pairs_vs_trl.py --method dpo --data gsm8k/train.jsonl
 
 DATA is GSM8K as JSON lines (question, answer), from which pairs of the length of UltraFeedback's are made: several
 questions in one, answered in full, and by the answers to others. Both sides take the same pairs in the same order, in
@@ -23,6 +23,8 @@ from surefoot.models.resolve_model import resolve_model
 
 PAIRS_OF_MOE = 2
 """With four, TRL needs more than 24 GiB."""
+TITLES = {"dpo": "DPO, with the model without its adapter as the reference,", "reward": "A reward model"}
+"""Method -> the beginning of the title of its results."""
 AT_A_TIME = 2
 """Questions of a pair: with their answers about 300 to 700 tokens."""
 
@@ -62,7 +64,7 @@ def measure(arguments: argparse.Namespace, work: Path) -> Iterator[str]:
     }
     for name, (model, targets, pairs) in models.items():
         changes: dict[str, Any] = {
-            "method": "dpo",
+            "method": arguments.method,
             "max_length": 1024,
             "packing": False,
             "per_device_train_batch_size": pairs,
@@ -70,7 +72,14 @@ def measure(arguments: argparse.Namespace, work: Path) -> Iterator[str]:
         rounds = [
             (
                 ours(data, model, targets, steps, work / f"{targets}-{number}", **changes),
-                trl(arguments.peer, data, model, targets, steps, options=("--batch", str(pairs))),
+                trl(
+                    arguments.peer,
+                    data,
+                    model,
+                    targets,
+                    steps,
+                    options=("--method", arguments.method, "--batch", str(pairs)),
+                ),
             )
             for number in range(arguments.rounds)
         ]
@@ -79,14 +88,15 @@ def measure(arguments: argparse.Namespace, work: Path) -> Iterator[str]:
 
 def main() -> None:
     parser = make_parser(__doc__, steps=8)
-    parser.set_defaults(peer=HERE / "trl_dpo.py", rounds=2)
+    parser.add_argument("--method", choices=TITLES, required=True)
+    parser.set_defaults(peer=HERE / "trl_pairs.py", rounds=2)
     arguments = parser.parse_args()
     rows = collect_rows(measure, arguments)
     write_table(
         arguments.results,
-        "dpo-cpu",
-        "DPO on SmolLM2-135M: Surefoot and TRL + PEFT in one run",
-        settings="pairs of GSM8K, LoRA r=8, the reference is the model without its adapter",
+        f"{arguments.method}-cpu",
+        f"{TITLES[arguments.method]} on SmolLM2-135M: Surefoot and TRL + PEFT in one run",
+        settings="pairs of GSM8K, LoRA r=8",
         notes=[
             f"{arguments.rounds} rounds in turns of {arguments.steps - WARMUP_STEPS} steps, after {WARMUP_STEPS} of",
             "warm-up: medians, and in brackets the least and the most. Tokens are those of both answers, each with",

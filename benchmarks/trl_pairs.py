@@ -1,6 +1,6 @@
-"""DPO with TRL + PEFT, as a user would run it: prints a JSON line with speed, memory and losses.
+"""DPO or a reward model with TRL + PEFT, as a user would train it: prints a JSON line with speed, memory and losses.
 
-    python trl_dpo.py --model FOLDER --data pairs.jsonl --targets all --steps 8
+    python trl_pairs.py --method dpo --model FOLDER --data pairs.jsonl --targets all --steps 8
 
 Tokens are those of both answers with their questions, without padding. The first two steps are warm-up.
 """
@@ -16,8 +16,14 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import DPOConfig, DPOTrainer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    TrainerCallback,
+)
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 
 WARMUP_STEPS = 2
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -42,15 +48,36 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             self.logged.append(dict(logs))
 
 
-class InOrder(DPOTrainer):  # type: ignore[misc]
-    """The trainer with the rows in the order of the file."""
+class InOrder:
+    """The rows in the order of the file, for a trainer."""
+
+    train_dataset: Any
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         return torch.utils.data.SequentialSampler(dataset or self.train_dataset)
 
 
+class DPOInOrder(InOrder, DPOTrainer):  # type: ignore[misc]
+    """DPO on the rows in the order of the file."""
+
+
+class RewardInOrder(InOrder, RewardTrainer):  # type: ignore[misc]
+    """A reward model on the rows in the order of the file."""
+
+
+def load_model(method: str, folder: str) -> PreTrainedModel:
+    """Return the model that a method trains, in float32."""
+    if method == "reward":
+        model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--method", choices=["dpo", "reward"], required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", required=True)
     parser.add_argument("--targets", choices=["all", "experts"], default="all")
@@ -60,12 +87,12 @@ def main() -> None:
     arguments = parser.parse_args()
     with open(arguments.data) as lines:
         dataset = Dataset.from_list([json.loads(line) for line in lines])
-    has_experts = arguments.targets == "experts"
+    has_experts, is_reward = arguments.targets == "experts", arguments.method == "reward"
     watch = Watch()
-    trainer = InOrder(
-        AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32),
-        args=DPOConfig(
-            output_dir=tempfile.mkdtemp(prefix="trl_dpo-"),
+    trainer = (RewardInOrder if is_reward else DPOInOrder)(
+        load_model(arguments.method, arguments.model),
+        args=(RewardConfig if is_reward else DPOConfig)(
+            output_dir=tempfile.mkdtemp(prefix="trl_pairs-"),
             max_steps=arguments.steps,
             per_device_train_batch_size=arguments.batch,
             learning_rate=1e-4,
@@ -85,6 +112,7 @@ def main() -> None:
             lora_alpha=16,
             target_modules=LINEAR[:4] if has_experts else LINEAR,
             target_parameters=EXPERTS if has_experts else None,
+            task_type="SEQ_CLS" if is_reward else "CAUSAL_LM",
         ),
         callbacks=[watch],
     )
