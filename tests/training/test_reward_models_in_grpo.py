@@ -16,6 +16,7 @@ from surefoot.errors import ConfigError
 from tests.methods.test_dpo import pair_rows
 from tests.support.data import write_jsonl
 from tests.support.grpo import VOWELS
+from tests.support.processes import surefoot as command
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,31 @@ def test_a_relative_folder_is_that_beside_the_config(grpo: dict[str, Any], rewar
     config.write_text(json.dumps({**grpo, "reward_funcs": ["model:judge"], "max_steps": 1}))
     result = surefoot.train(str(config), screen=False)
     assert "reward/judge" in result.metrics[-1]
+
+
+@pytest.mark.long
+def test_each_rank_scores_its_own_completions(grpo: dict[str, Any], reward_run: Path, tmp_path: Path) -> None:
+    """Completions depend on the weights alone, so those of the first step are the same on two ranks."""
+    lines = {}
+    for ranks in (1, 2):
+        run = {
+            **grpo,
+            "reward_funcs": [f"model:{reward_run}"],
+            "max_steps": 1,
+            "nproc_per_node": ranks,
+            "zero_stage": 3,
+        }
+        config = tmp_path / f"{ranks}.yaml"
+        config.write_text(json.dumps({**run, "output_dir": str(tmp_path / f"on{ranks}")}))
+        ended = command("train", str(config))
+        assert ended.returncode == 0, ended.stderr
+        text = (tmp_path / f"on{ranks}/completions.jsonl").read_text()
+        lines[ranks] = {
+            (line["place"], line["completion"]): line["reward"] for line in map(json.loads, text.splitlines())
+        }
+    assert lines[1].keys() == lines[2].keys()
+    for key, reward in lines[1].items():
+        assert lines[2][key] == pytest.approx(reward, abs=1e-4)
 
 
 @pytest.mark.parametrize(
