@@ -137,7 +137,7 @@ def test_peers_names_and_values(tmp_path: Path, text: str, field: str, value: An
         ("chat_template_date: '\u0662\u0660\u0662\u0664-01-01'\n", r"chat_template_date=.*\(run\.yaml:4\)"),
         ("learning_rate: .nan\n", r"learning_rate=nan"),
         ("packing: 1\n", r"packing=1: .*boolean"),
-        ("method: reward\n", r"method='reward': .*'sft'"),
+        ("method: prm\n", r"method='prm': .*'sft'"),
         ("model: other\n", r"'model' .*some/model \(run\.yaml:1\).* other \(run\.yaml:4\)"),
         (
             "base_model: other\n",
