@@ -69,6 +69,21 @@ def test_a_relative_folder_is_that_beside_the_config(grpo: dict[str, Any], rewar
     assert "reward/judge" in result.metrics[-1]
 
 
+@pytest.mark.slow
+def test_the_plan_has_the_reward_model_on_each_rank(grpo: dict[str, Any], reward_run: Path) -> None:
+    settings = {name: value for name, value in grpo.items() if name != "device"}
+    without = surefoot.plan(settings, ["device=h100"])
+    with_model = surefoot.plan({**settings, "reward_funcs": [f"model:{reward_run}"]}, ["device=h100"])
+    base = json.loads((reward_run / "adapter/adapter_config.json").read_text())["base_model_name_or_path"]
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+    size = 2 * sum(parameter.numel() for parameter in model.parameters())
+    for name, phase in with_model.forecast.phases.items():
+        more = phase.device_bytes - without.forecast.phases[name].device_bytes
+        assert more == (0 if name == "load" else size), name
+    elsewhere = surefoot.plan({**settings, "reward_funcs": ["model:org/judge"]}, ["device=h100"])
+    assert "the reward model org/judge is not on this machine" in elsewhere.as_text()
+
+
 @pytest.mark.long
 def test_each_rank_scores_its_own_completions(grpo: dict[str, Any], reward_run: Path, tmp_path: Path) -> None:
     """Completions depend on the weights alone, so those of the first step are the same on two ranks."""

@@ -437,6 +437,11 @@ class RunConfig(BaseModel):
         return False
 
     @property
+    def models_beside(self) -> list[str]:
+        """Models that each rank holds whole beside the one in training, as folders or hub ids."""
+        return []
+
+    @property
     def starts_from_base(self) -> bool:
         """Whether training begins with the model without its adapter, which stays as it is."""
         return self.tuning == "lora" and not self.trains_routers and self.init_adapter is None

@@ -13,8 +13,11 @@ from surefoot.config import RolloutConfig, RunConfig, vllm_settings
 from surefoot.config.vllm_args import SMALLER, memory_share, pipeline_parallel, tensor_parallel, value_of
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.errors import ConfigError
+from surefoot.methods.grpo.reward_model import find_scorer
 from surefoot.methods.registry import method_of
 from surefoot.models.lora import lora_settings
+from surefoot.models.pretrained import meta_model
+from surefoot.models.resolve_model import folder_here
 from surefoot.planner.devices import GB, GIB, Device
 from surefoot.planner.memory import Owners, RankSetup, Rollout, Server, forecast_memory
 from surefoot.planner.sharded_model import ShardedModel
@@ -188,6 +191,7 @@ def forecast(
         ranks_here=run.nproc_per_node,
         rollout=_plan_rollout(run, sequences, step, dtype),
         server=server,
+        reward_model_bytes=dtype.itemsize * sum(count_parameters(source) or 0 for source in run.models_beside),
     )
     dispatched = trace.exchanged_bytes * (layout.expert_parallel - 1) // layout.expert_parallel
     sent = model.count_sent_bytes(micro_batches) + micro_batches * dispatched
@@ -206,6 +210,15 @@ def forecast(
         images=step.images,
         server=server,
     )
+
+
+@lru_cache(maxsize=16)
+def count_parameters(source: str) -> int | None:
+    """Return the number of parameters of a reward model; None if it is not on this machine. Raises: ModelError."""
+    if folder_here(source) is None:
+        return None
+    model = meta_model(find_scorer(source).base, has_score=True)
+    return int(sum(parameter.numel() for parameter in model.parameters()))
 
 
 def _plan_step(run: RunConfig, base: Path, sequences: int, where: Callable[..., str]) -> StepSpec:

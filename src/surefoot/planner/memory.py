@@ -1,6 +1,6 @@
 """Memory of one rank, by owner, at the peak of each phase. Pure.
 
-at rest     weights between steps and optimizer state; gradients take no memory
+at rest     weights between steps, optimizer state and reward models; gradients take no memory
 load        at rest without optimizer state, and one copy, in the file's dtype, of the tensor that is being read
 step        forward and backward, at the peak of activations and gradients together; optimizer state exists from the
             second step on
@@ -93,6 +93,8 @@ class RankSetup:
     """Number of ranks of a machine; host memory that only some of them hold is divided among all of them."""
     rollout: Rollout | None = None
     server: Server | None = None
+    reward_model_bytes: int = 0
+    """Bytes of the reward models that the rank holds whole."""
 
 
 def forecast_memory(model: ShardedModel, trace: Trace, setup: RankSetup) -> dict[str, Owners]:
@@ -102,7 +104,11 @@ def forecast_memory(model: ShardedModel, trace: Trace, setup: RankSetup) -> dict
         "frozen weights": model.frozen_bytes,
         "trained weights" if setup.is_full else "LoRA weights": model.trained_bytes,
     }
-    at_rest = {**weights, "optimizer": MOMENTS * model.trained_bytes}
+    at_rest = {
+        **weights,
+        "optimizer": MOMENTS * model.trained_bytes,
+        "reward models": setup.reward_model_bytes,
+    }
     gathered = {"gathered weights": model.gathered_bytes}
     process = {"process": setup.process_bytes}
     host = {**process, **(_count_checkpoint_copy(model, setup) if setup.saves_checkpoints else {})}

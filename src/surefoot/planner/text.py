@@ -5,7 +5,7 @@ from typing import Any
 from surefoot.config import LoadedConfig, RolloutConfig
 from surefoot.findings import Finding
 from surefoot.planner.devices import GIB
-from surefoot.planner.forecast import Forecast
+from surefoot.planner.forecast import Forecast, count_parameters
 from surefoot.planner.sizes import FP32_BYTES, HALF_BYTES
 from surefoot.planner.suggest import SettingChanges, format_settings
 
@@ -39,6 +39,11 @@ def format_forecast(
             lines.append(_describe_sync(forecast))
             if not forecast.server.bytes_here:
                 lines.append("the vLLM server has separate devices, which the table leaves out")
+    lines += [
+        f"the reward model {source} is not on this machine, so the table leaves it out"
+        for source in run.models_beside
+        if count_parameters(source) is None
+    ]
     if forecast.gathered_bytes_per_token:
         seconds = forecast.gathered_bytes_per_token / forecast.device.link_bytes_per_s
         lines.append(

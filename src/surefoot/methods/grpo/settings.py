@@ -137,6 +137,11 @@ class GrpoConfig(RolloutConfig):
         pairs = zip(self.reward_funcs, weights, strict=True)
         return [item.model_copy(update={"weight": weight}) for item, weight in pairs]
 
+    @property
+    def models_beside(self) -> list[str]:
+        """The reward models."""
+        return [item.model for item in self.reward_funcs if item.model]
+
     def code_files(self) -> list[str]:
         """Return the files with reward functions."""
         return [item.file for item in self.reward_funcs if item.file]
