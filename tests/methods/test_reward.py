@@ -23,7 +23,7 @@ import surefoot
 from surefoot.diagnostics.report.charts import charts
 from surefoot.diagnostics.report.run_history import read_run_history
 from surefoot.errors import SurefootError
-from tests.methods.test_dpo import pair_rows
+from tests.methods.test_dpo import check_ways_of_batching, pair_rows
 from tests.support.data import write_jsonl
 from tests.support.processes import surefoot as command
 from tests.support.runs import assert_same_run, numbers
@@ -78,19 +78,7 @@ def test_packing_and_micro_batches_do_not_change_the_numbers(
     reward: dict[str, Any], model_folder: Callable[[str], Path], tmp_path: Path, kind: str
 ) -> None:
     """The same seven pairs in one step: one by one, or several in a row. The second step shows their gradients."""
-    data = str(write_jsonl(tmp_path / "seven.jsonl", pair_rows(7)))
-    base = {**reward, "model": str(model_folder(kind)), "dataset": data, "max_steps": 2}
-    ways: dict[str, dict[str, Any]] = {
-        "one": {"per_device_train_batch_size": 1},
-        "seven": {"per_device_train_batch_size": 7},
-        "packed": {"packing": True, "max_length": 512, "global_batch_size": 1},
-    }
-    found = {}
-    for name, changes in ways.items():
-        surefoot.train({**base, **changes, "output_dir": str(tmp_path / name)}, screen=False)
-        found[name] = [(line["loss"], line["grad_norm"]) for line in numbers(tmp_path / name) if "loss" in line]
-    assert found["one"] == [pytest.approx(pair, rel=1e-4) for pair in found["seven"]]
-    assert found["one"] == [pytest.approx(pair, rel=1e-4) for pair in found["packed"]]
+    check_ways_of_batching({**reward, "model": str(model_folder(kind))}, tmp_path)
 
 
 @pytest.mark.slow

@@ -12,15 +12,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from surefoot.data.render import answer_ends
 from surefoot.errors import ModelError
-from surefoot.models.adapter_contents import read_contents
-from surefoot.models.adapter_files import CONFIG, gives_scores
+from surefoot.models.adapter_files import CONFIG, find_base, gives_scores
 from surefoot.models.attention import own_implementation
-from surefoot.models.build import build_model, meta_model
+from surefoot.models.frozen_model import load_frozen
 from surefoot.models.generate import end_tokens
+from surefoot.models.pretrained import load_tokenizer_of
 from surefoot.models.resolve_model import local_path, read_json_object, resolve_model
 from surefoot.models.score_head import is_scorer
 from surefoot.models.vision import attention_of
-from surefoot.training.export import export, find_base, load_tokenizer_of, read_run_config
+from surefoot.training.export import export, read_run_config
 
 
 @dataclass(frozen=True)
@@ -121,21 +121,11 @@ def load(files: ModelFiles) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         raise _NoWriter(files.run or files.adapter)
     if is_scorer(read_json_object(files.base / "config.json")):
         raise _NoWriter(files.run or files.base)
-    adapter = None
-    if files.adapter is not None:
-        base = meta_model(files.base)
-        adapter = read_contents(files.adapter, base).as_parameters(base)
-    lora = adapter.settings if adapter is not None else None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = build_model(
-        files.base, lora=lora, device=device, dtype=dtype, for_packed_rows=False, is_trained=False
-    ).model
-    if adapter is not None:
-        adapter.load_into(model)
+    model = load_frozen(files.base, files.adapter, device=device, dtype=dtype, for_packed_rows=False)
     # Attention over packed samples needs the samples of a row, which callers do not have.
     model.set_attn_implementation(attention_of(model.config, own_implementation(type(model), model.config)))
-    model.eval()
     tokenizer = load_tokenizer_of(files.adapter, files.base)
     # As trained: a base model's generation_config.json need not name the token with which the template ends answers.
     model.generation_config.eos_token_id = sorted(end_tokens(model, tokenizer) | answer_ends(tokenizer))

@@ -381,10 +381,10 @@ def map_rewards(program: str, names: list[str], weights: list[Any], file: str) -
     there. `weights`: one per name. Each item carries its own weight if any reward is not known.
     """
     models = {name: f"{OF_MODEL}{name.removeprefix(OF_MODEL)}" for name in names if _is_model(program, name)}
-    known = REWARDS.get(program, {}) | models
-    unmapped = [name for name in names if name not in known and name not in LENGTH_REWARDS]
+    rewards = REWARDS.get(program, {}) | models
+    unmapped = [name for name in names if name not in rewards and name not in LENGTH_REWARDS]
     own = {name: {"func": f"{file}:{name.rpartition('.')[2]}"} for name in unmapped if len(unmapped) < len(names)}
-    rewards = known | own
+    rewards |= own
     are_numbers = all(isinstance(parse_number(weight), int | float) for weight in weights)
     if len(weights) != len(names) or not are_numbers or not _has_unmapped_reward(program, names):
         return [rewards[name] for name in names if name in rewards], unmapped

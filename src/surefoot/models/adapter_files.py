@@ -72,6 +72,14 @@ def load_adapter_files(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]
         raise ModelError(f"{needs} ({weights}: {error}).") from error
 
 
+def find_base(adapter: Path) -> str:
+    """Return the name of the model that an adapter belongs to. Raises: ModelError if it names none."""
+    base = load_adapter_files(adapter)[0].get("base_model_name_or_path")
+    if not base or not isinstance(base, str):
+        raise ModelError(f"{adapter}/{CONFIG} names no base model.")
+    return base
+
+
 def gives_scores(folder: Path) -> bool:
     """Return whether an adapter makes a reward model of its base. Raises: ModelError."""
     return read_json_object(folder / CONFIG).get("task_type") == SCORES

@@ -46,7 +46,6 @@ from surefoot.models.quantization.base import FLOAT
 from surefoot.models.routing import KeptChoices, RoutingRecorder, router_names
 from surefoot.models.sample_layout import accept_samples, keep_layout_on_recompute
 from surefoot.models.sample_masks import LAYER_KINDS
-from surefoot.models.score_head import with_exact_head
 from surefoot.models.weight_loading import (
     check_weights_fill,
     computing_on,
@@ -189,7 +188,7 @@ def build_model(
     config = load_config(folder, has_score=has_score)
     stock = model_class(folder, config, has_score=has_score)
     if has_score:
-        stock = with_exact_head(stock)
+        stock = score_head.with_exact_head(stock)
     stored = dtype if lora is not None or not is_trained else torch.float32
     check_type(folder, config, stored)
     check_generation_config(folder)

@@ -283,6 +283,12 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> PreTrained
     return tokenizer
 
 
+def load_tokenizer_of(adapter: Path | None, base: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of an adapter, or else of its base. Raises: ModelError."""
+    is_there = adapter is not None and (adapter / "tokenizer_config.json").is_file()
+    return load_tokenizer(adapter if adapter is not None and is_there else base)
+
+
 def _read_processor_template(folder: Path) -> str | None:
     """Return the template that the files of a processor hold, in the order in which transformers takes them."""
     if not any((folder / name).is_file() for name in ("preprocessor_config.json", PROCESSOR_CONFIG)):

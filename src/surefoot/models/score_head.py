@@ -26,8 +26,8 @@ def score_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 def with_exact_head(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return a subclass whose head is stored in float32, whatever the type of the other weights."""
-    kept = [*(cls._keep_in_fp32_modules_strict or ()), HEAD]
-    return type(cls.__name__, (cls,), {"_keep_in_fp32_modules_strict": kept, "__module__": cls.__module__})
+    in_float32 = [*(cls._keep_in_fp32_modules_strict or ()), HEAD]
+    return type(cls.__name__, (cls,), {"_keep_in_fp32_modules_strict": in_float32, "__module__": cls.__module__})
 
 
 def is_scorer(content: Mapping[str, Any]) -> bool:

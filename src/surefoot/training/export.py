@@ -4,7 +4,7 @@ import logging
 import shutil
 from pathlib import Path
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from surefoot.config import RunConfig, read_saved
 from surefoot.data.render import answer_ends
@@ -12,12 +12,17 @@ from surefoot.distributed.artifact import CARD
 from surefoot.errors import ConfigError, ModelError
 from surefoot.events import Emit, Notice
 from surefoot.models.adapter import base_name, read_adapter, tensors_beside, write_adapter
-from surefoot.models.adapter_files import CONFIG, gives_scores, load_adapter_files
+from surefoot.models.adapter_files import CONFIG, find_base, gives_scores, load_adapter_files
 from surefoot.models.build import load_tokenizer, meta_model, trainable_parameters
 from surefoot.models.dtensor_blocks import load_full
 from surefoot.models.export import in_layers, merge_adapter, name_ends, untrained_names, write_model
 from surefoot.models.lora import LoraSettings, lora_settings
-from surefoot.models.pretrained import drop_processor_templates, is_image_text_model, load_config
+from surefoot.models.pretrained import (
+    drop_processor_templates,
+    is_image_text_model,
+    load_config,
+    load_tokenizer_of,
+)
 from surefoot.models.quantization.released import find_quantization
 from surefoot.models.resolve_model import folder_here, read_json_object, resolve_model
 from surefoot.models.score_head import is_scorer
@@ -130,14 +135,6 @@ def _merge_or_copy(finished: Path, target: Path, merge: bool, emit: Emit, run: P
     return _merge_into_base(base, finished, target, emit, run)
 
 
-def find_base(adapter: Path) -> str:
-    """Return the name of the model that an adapter belongs to. Raises: ModelError if it names none."""
-    base = load_adapter_files(adapter)[0].get("base_model_name_or_path")
-    if not base or not isinstance(base, str):
-        raise ModelError(f"{adapter}/{CONFIG} names no base model.")
-    return base
-
-
 def _list_special_files(folder: str, names: list[str]) -> list[str]:
     """Return the names that are neither a file nor a folder: reading a device or a pipe may never end."""
     return [name for name in names if not Path(folder, name).is_file() and not Path(folder, name).is_dir()]
@@ -160,12 +157,6 @@ def _merge_into_base(base: Path, adapter: Path, target: Path, emit: Emit, run: P
             write_text(folder / CARD, card)
 
     return merge_adapter(base, adapter, target, finish, has_score=has_score)
-
-
-def load_tokenizer_of(adapter: Path | None, base: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of an adapter, or else of its base."""
-    is_there = adapter is not None and (adapter / "tokenizer_config.json").is_file()
-    return load_tokenizer(adapter if adapter is not None and is_there else base)
 
 
 def read_run_config(run: Path) -> RunConfig:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from surefoot.methods.grpo.settings import GrpoConfig, grpo_settings
 from surefoot.methods.grpo.setup import build_rollout_source, drift_check, open_server, reserve_server_memory
 from surefoot.models.build import BuiltModel, meta_model
 from surefoot.models.isolation import longest_at_one_frequency
+from surefoot.models.resolve_model import folder_here, may_be_fetched
 from surefoot.models.routing import router_names
 
 
@@ -115,14 +117,22 @@ class Grpo(Method):
     def load(self, config: RunConfig, train_context: TrainContext) -> None:
         """Connect the engine to the model. Raises: StoppedOnFinding (SF801) if a server does not get ready."""
         assert self._rewards is not None
-        for number, item in enumerate(self._settings.rewards):
-            if item.model:
-                dtype = getattr(torch, config.dtype)
-                self._rewards.add_model(number, RewardModel(item.model, train_context.device, dtype))
+        self._load_reward_models(config, train_context)
         self._source = build_rollout_source(
             grpo_settings(config), self.context, train_context, self._rewards, self._server
         )
         self._parts.callback(self._source.end)
+
+    def _load_reward_models(self, config: RunConfig, train_context: TrainContext) -> None:
+        """Load the reward models on every rank. Collective. Raises: ConfigError, ModelError on all ranks."""
+        assert self._rewards is not None
+        ranks, where = self.context.ranks, self.context.loaded.where("reward_funcs")
+        dtype = getattr(torch, config.dtype)
+        for number, item in enumerate(self._settings.rewards):
+            if item.model:
+                ranks.local_rank0_first(partial(check_scorer, item, where))  # fetched once on each machine
+                load = partial(RewardModel, item.model, train_context.device, dtype)
+                self._rewards.add_model(number, ranks.run_or_raise_on_all(load))
 
     def batches(self, position: Position, step: int, epoch: float) -> tuple[StepBatch, list[MicroBatch]]:
         """Return completions with advantages. Raises: what `RolloutSource.batches` raises."""
@@ -157,11 +167,11 @@ class Grpo(Method):
 
 
 def _check_rewards(loaded: LoadedConfig) -> None:
-    """Raise ConfigError for a reward function or reward model that is missing or has a wrong setting."""
+    """Raise ConfigError for a reward function or reward model that is missing or has a wrong setting. Fetches none."""
     where = loaded.where("reward_funcs")
     for item in grpo_settings(loaded.run).rewards:
         check_reward(item, where)
-        if item.model:
+        if item.model and (folder_here(item.model) is not None or not may_be_fetched(item.model)):
             check_scorer(item, where)
 
 

@@ -17,15 +17,12 @@ from surefoot.errors import ConfigError, ModelError
 from surefoot.methods.grpo.rewards import RewardInputs, RewardResult, check_value
 from surefoot.methods.grpo.settings import RewardItem
 from surefoot.methods.reward.scores import AnswerScores
-from surefoot.models.adapter_contents import read_contents
-from surefoot.models.adapter_files import CONFIG, gives_scores
-from surefoot.models.build import build_model
-from surefoot.models.pretrained import load_config, load_tokenizer, meta_model
+from surefoot.models.adapter_files import CONFIG, find_base, gives_scores
+from surefoot.models.frozen_model import load_frozen, read_for_base
+from surefoot.models.pretrained import load_config, load_tokenizer_of, meta_model
 from surefoot.models.resolve_model import (
-    folder_here,
     local_path,
     longest_context,
-    may_be_fetched,
     read_json_object,
     resolve_model,
 )
@@ -33,6 +30,7 @@ from surefoot.models.score_head import is_scorer
 
 FORWARD_TOKENS = 8192
 """Tokens of a forward, unless one completion with its prompt has more."""
+ADVICE = "A reward model is what `method: reward` trains, or a model for sequence classification with one label."
 
 
 @dataclass(frozen=True)
@@ -56,30 +54,24 @@ def find_scorer(source: str) -> ScorerFiles:
             raise ModelError(f"{folder} is the folder of a run that has not ended: there is no reward model in it yet.")
         folder = artifacts[0]
     if (folder / CONFIG).is_file() and not (folder / "config.json").is_file():
-        base = read_json_object(folder / CONFIG).get("base_model_name_or_path")
-        if not gives_scores(folder) or not isinstance(base, str):
+        if not gives_scores(folder):
             raise ModelError(f"{folder} is an adapter of a language model. {ADVICE}")
-        return ScorerFiles(resolve_model(base, str(folder / CONFIG)), folder)
+        return ScorerFiles(resolve_model(find_base(folder), str(folder / CONFIG)), folder)
     base_folder = resolve_model(str(folder) if folder.is_dir() else source, source)
     if not is_scorer(read_json_object(base_folder / "config.json")):
         raise ModelError(f"{base_folder} is a language model, which gives no scores. {ADVICE}")
     return ScorerFiles(base_folder, None)
 
 
-ADVICE = "A reward model is what `method: reward` trains, or a model for sequence classification with one label."
-
-
 def check_scorer(item: RewardItem, where: str) -> None:
-    """Check the files of a reward model that are on this machine. Raises: ConfigError."""
+    """Check the files of a reward model, and fetch them if they are on a hub. Raises: ConfigError."""
     if item.args:
         raise ConfigError(f"reward_funcs: {item.func} takes no args, found {', '.join(item.args)} ({where}).")
-    if folder_here(item.model) is None and may_be_fetched(item.model):
-        return
     try:
         files = find_scorer(item.model)
-        whole = meta_model(files.base, has_score=True)
+        meta_model(files.base, has_score=True)
         if files.adapter is not None:
-            read_contents(files.adapter, whole).as_parameters(whole)
+            read_for_base(files.adapter, files.base, has_score=True)
     except ModelError as error:
         raise ConfigError(f"reward_funcs: {item.func}: {str(error).removesuffix('.')} ({where}).") from error
 
@@ -90,24 +82,8 @@ class RewardModel:
     def __init__(self, source: str, device: torch.device, dtype: torch.dtype) -> None:
         """Load the model. Raises: ModelError."""
         files = find_scorer(source)
-        adapter = None
-        if files.adapter is not None:
-            whole = meta_model(files.base, has_score=True)
-            adapter = read_contents(files.adapter, whole).as_parameters(whole)
-        self._model = build_model(
-            files.base,
-            lora=adapter.settings if adapter is not None else None,
-            device=device,
-            dtype=dtype,
-            has_score=True,
-            is_trained=False,
-        ).model
-        if adapter is not None:
-            adapter.load_into(self._model)
-        self._model.eval()
-        has_tokenizer = files.adapter is not None and (files.adapter / "tokenizer_config.json").is_file()
-        self._tokenizer = load_tokenizer(files.adapter if has_tokenizer and files.adapter else files.base)
-        self._scores = AnswerScores(self._model)
+        self._tokenizer = load_tokenizer_of(files.adapter, files.base)
+        self._scores = AnswerScores(load_frozen(files.base, files.adapter, device=device, dtype=dtype, has_score=True))
         self._limit = longest_context(load_config(files.base).get_text_config().to_dict())
         self._device = device
 
