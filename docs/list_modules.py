@@ -6,9 +6,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "surefoot"
 ROOMS = (
-    "config data models models/quantization distributed methods methods/grpo methods/grpo/engines training inference "
-    "cli launch diagnostics diagnostics/monitor diagnostics/rules diagnostics/preflight diagnostics/selftest "
-    "diagnostics/report planner migrate integrations system findings"
+    "config data models models/quantization distributed methods methods/sft methods/dpo methods/kto methods/orpo "
+    "methods/reward methods/distill methods/grpo methods/rollout methods/rollout/engines training inference cli launch "
+    "diagnostics diagnostics/monitor diagnostics/rules diagnostics/preflight diagnostics/selftest diagnostics/report "
+    "planner migrate integrations system findings"
 ).split()
 """Folders, from the core to its wings to what all stand on."""
 

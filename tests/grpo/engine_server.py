@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from surefoot.methods.grpo.routed_experts import encode_experts
+from surefoot.methods.rollout.routed_experts import encode_experts
 
 FAULT = sys.argv[2]
 PROBE_TOKENS = 24

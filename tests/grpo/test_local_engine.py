@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 from surefoot.config import load_config
 from surefoot.errors import ConfigError, ModelError, StoppedOnFinding
 from surefoot.methods.grpo.batch import Trajectory, collate_completions
-from surefoot.methods.grpo.engines.batching import Batching, choose_batching, split_requests
-from surefoot.methods.grpo.engines.local import LocalEngine, RolloutLimits
 from surefoot.methods.grpo.method import Grpo
-from surefoot.methods.grpo.types import Completion, Request, Sampling
+from surefoot.methods.rollout.engines.batching import Batching, choose_batching, split_requests
+from surefoot.methods.rollout.engines.local import LocalEngine, RolloutLimits
+from surefoot.methods.rollout.types import Completion, Request, Sampling
 from surefoot.methods.token_loss import TokenLogprobs, text_inputs
 from surefoot.models.build import build_model, meta_model
 from surefoot.models.isolation import longest_at_one_frequency

@@ -24,17 +24,24 @@ from surefoot.config import load_config
 from surefoot.distributed.process_group import SINGLE_PROCESS
 from surefoot.errors import ConfigError, StoppedOnFinding
 from surefoot.events import Event
-from surefoot.methods.grpo.engines import server as serving
-from surefoot.methods.grpo.engines import vllm_client, vllm_sync
-from surefoot.methods.grpo.engines.server import Server, ServerFailed, start_server
-from surefoot.methods.grpo.engines.vllm import VllmEngine
-from surefoot.methods.grpo.engines.vllm_client import CompletionClient
-from surefoot.methods.grpo.engines.vllm_probe import AddNoise, PolicyProbe, Score
-from surefoot.methods.grpo.engines.vllm_protocol import Policy, RoutingLayers, ServedModel, build_call, parse_completion
-from surefoot.methods.grpo.engines.vllm_sync import AdapterSync, FullSync, Sync
-from surefoot.methods.grpo.routed_experts import decode_experts, encode_experts
-from surefoot.methods.grpo.setup import drift_check, open_server, reserve_server_memory
-from surefoot.methods.grpo.types import Request, Sampling
+from surefoot.methods.grpo.method import drift_check
+from surefoot.methods.rollout.engines import server as serving
+from surefoot.methods.rollout.engines import vllm_client, vllm_sync
+from surefoot.methods.rollout.engines.server import Server, ServerFailed, start_server
+from surefoot.methods.rollout.engines.vllm import VllmEngine
+from surefoot.methods.rollout.engines.vllm_client import CompletionClient
+from surefoot.methods.rollout.engines.vllm_probe import AddNoise, PolicyProbe, Score
+from surefoot.methods.rollout.engines.vllm_protocol import (
+    Policy,
+    RoutingLayers,
+    ServedModel,
+    build_call,
+    parse_completion,
+)
+from surefoot.methods.rollout.engines.vllm_sync import AdapterSync, FullSync, Sync
+from surefoot.methods.rollout.routed_experts import decode_experts, encode_experts
+from surefoot.methods.rollout.setup import open_server, reserve_server_memory
+from surefoot.methods.rollout.types import Request, Sampling
 from surefoot.models.adapter_files import WEIGHTS
 from surefoot.models.build import build_model
 from surefoot.models.dtensor_blocks import gather_full
@@ -207,7 +214,7 @@ def test_an_adapter_that_the_server_refuses_is_a_finding(
 def test_an_adapter_that_is_loaded_too_slowly_is_a_finding(
     serve: Callable[..., Server], engine: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("surefoot.methods.grpo.engines.vllm_sync.SYNC_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("surefoot.methods.rollout.engines.vllm_sync.SYNC_TIMEOUT_S", 1.0)
     with pytest.raises(StoppedOnFinding, match=r"adapter policy-00000000 .*/v1/load_lora_adapter .*\b1 s\b") as stopped:
         engine(serve("late_sync")).publish(0)
     assert stopped.value.finding.code == "SF801"
@@ -545,7 +552,7 @@ def test_a_sync_gathers_what_is_trained_and_no_more(
         gathered.append(id(parameter))
         return gather_full(parameter)
 
-    monkeypatch.setattr("surefoot.methods.grpo.engines.vllm_sync.gather_full", recorded)
+    monkeypatch.setattr("surefoot.methods.rollout.engines.vllm_sync.gather_full", recorded)
     ours = engine(serve())
     ours.publish(0)
     trained = [id(one) for one in ours._sync._model.parameters() if one.requires_grad]  # type: ignore[attr-defined]

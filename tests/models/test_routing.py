@@ -20,8 +20,8 @@ from surefoot.errors import ModelError
 from surefoot.methods.base import BatchTotals
 from surefoot.methods.grpo.batch import CompletionBatch, Trajectory, collate_completions
 from surefoot.methods.grpo.loss import GrpoObjective
-from surefoot.methods.grpo.routed_experts import encode_experts
 from surefoot.methods.grpo.settings import GrpoConfig
+from surefoot.methods.rollout.routed_experts import encode_experts
 from surefoot.methods.sft.method import SftObjective
 from surefoot.methods.token_loss import text_inputs
 from surefoot.models.build import BuiltModel, build_model, compile_layers

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from surefoot.errors import StoppedOnFinding
-from surefoot.methods.grpo.engines.local import LocalEngine
-from surefoot.methods.grpo.engines.server import Server
-from surefoot.methods.grpo.types import Wait
+from surefoot.methods.rollout.engines.local import LocalEngine
+from surefoot.methods.rollout.engines.server import Server
+from surefoot.methods.rollout.types import Wait
 
 VOWELS = {"func": "regex", "args": {"pattern": "[aeiou]"}}
 

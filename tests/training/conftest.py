@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from surefoot.methods.grpo import method, setup
-from surefoot.methods.grpo.engines.local import LocalEngine
-from surefoot.methods.grpo.engines.server import Server
+from surefoot.methods.rollout import setup
+from surefoot.methods.rollout.engines.local import LocalEngine
+from surefoot.methods.rollout.engines.server import Server
 from tests.support.data import write_jsonl
 from tests.support.grpo import VOWELS, EagerEngine, prompt_rows
 
@@ -38,7 +38,7 @@ def grpo(model_folder: Callable[[str], Path], tmp_path: Path) -> dict[str, Any]:
 @pytest.fixture
 def ahead(grpo: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     def settings(engine: type[LocalEngine] = EagerEngine, **changes: Any) -> dict[str, Any]:
-        monkeypatch.setattr(method, "open_server", lambda *_: Server("http://127.0.0.1:9"))
+        monkeypatch.setattr(setup, "open_server", lambda *_: Server("http://127.0.0.1:9"))
         monkeypatch.setattr(
             setup,
             "_build_vllm_engine",

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, GenerationConfig
 import surefoot
 from surefoot.data.render import answer_ends
 from surefoot.data.turn_ends import WAITS_FOR_TOOL
-from surefoot.methods.grpo import setup
+from surefoot.methods.rollout import setup
 from surefoot.training.model_notices import NO_SWITCH, UNNAMED_ENDS
 from tests.support.grpo import EagerEngine
 from tests.support.models import CHATML

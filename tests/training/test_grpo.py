@@ -19,8 +19,8 @@ from surefoot.config import changed_fields, load_config
 from surefoot.data.inspect import as_text
 from surefoot.errors import ConfigError, DataError, StoppedOnFinding, SurefootError
 from surefoot.events import Event, FindingMade, PhaseBegan
-from surefoot.methods.grpo.engines.local import LocalEngine
 from surefoot.methods.grpo.reward_checks import EngineDriftDetector, NoSignalDetector
+from surefoot.methods.rollout.engines.local import LocalEngine
 from surefoot.methods.training_data import describe
 from surefoot.training.checkpoint import list_checkpoints
 from surefoot.training.trainer import train

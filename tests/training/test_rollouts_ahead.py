@@ -13,8 +13,8 @@ import pytest
 import surefoot
 from surefoot.errors import StoppedOnFinding
 from surefoot.events import CompletionsMade
-from surefoot.methods.grpo.engines.local import LocalEngine
-from surefoot.methods.grpo.types import Completion, Wait
+from surefoot.methods.rollout.engines.local import LocalEngine
+from surefoot.methods.rollout.types import Completion, Wait
 from surefoot.training.checkpoint import list_checkpoints
 from tests.support.grpo import EagerEngine, broken, lines
 from tests.support.runs import SignalAfter, assert_same_run, train_with

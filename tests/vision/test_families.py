@@ -22,8 +22,8 @@ import surefoot
 from surefoot.data.collate import MicroBatch, collate
 from surefoot.data.image_processor import Vision
 from surefoot.methods.grpo.batch import Trajectory, collate_completions
-from surefoot.methods.grpo.engines.local import LocalEngine
-from surefoot.methods.grpo.types import Request, Sampling
+from surefoot.methods.rollout.engines.local import LocalEngine
+from surefoot.methods.rollout.types import Request, Sampling
 from surefoot.methods.token_loss import TokenLogprobs, TokenLoss
 from surefoot.models.build import build_model, trainable_parameters
 from surefoot.models.vision import image_tokens, vision_names

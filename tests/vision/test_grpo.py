@@ -20,9 +20,9 @@ from surefoot.distributed.process_group import World
 from surefoot.errors import DataError
 from surefoot.methods.base import Interrupted
 from surefoot.methods.grpo.batch import Trajectory, collate_completions
-from surefoot.methods.grpo.engines.local import LocalEngine, RolloutLimits
-from surefoot.methods.grpo.engines.vllm_protocol import Policy, ServedModel, build_call, parse_completion
-from surefoot.methods.grpo.types import Request, Sampling
+from surefoot.methods.rollout.engines.local import LocalEngine, RolloutLimits
+from surefoot.methods.rollout.engines.vllm_protocol import Policy, ServedModel, build_call, parse_completion
+from surefoot.methods.rollout.types import Request, Sampling
 from surefoot.methods.token_loss import TokenLogprobs
 from surefoot.models.build import trainable_parameters
 from tests.support.data import write_jsonl

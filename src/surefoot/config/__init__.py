@@ -3,7 +3,7 @@
 from surefoot.config.changes import changed_fields
 from surefoot.config.load import LoadedConfig, as_yaml, load_config
 from surefoot.config.methods import known_fields, method_names, read_saved, settings_class
-from surefoot.config.rollout import RolloutConfig, vllm_settings
+from surefoot.config.rollout import RolloutConfig, rollout_settings, vllm_settings
 from surefoot.config.schema import DatasetItem, MayDiffer, RunConfig
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "load_config",
     "method_names",
     "read_saved",
+    "rollout_settings",
     "settings_class",
     "vllm_settings",
 ]

@@ -54,6 +54,8 @@ ALIASES: dict[str, str] = {
     "clip_ratio_high": "epsilon_high",
     **dict.fromkeys(["stop_words", "stop_strings"], "stop"),
     **dict.fromkeys(["reward_functions", "rewards"], "reward_funcs"),
+    "teacher_model_name_or_path": "teacher_model",
+    **dict.fromkeys(["teacher_model_server", "teacher_model_server_url"], "teacher_server"),
     **dict.fromkeys(["vllm_server_base_url", "vllm_base_url"], "vllm_server"),
     **dict.fromkeys(["overlong_filter"], "mask_truncated_completions"),
     "vllm_enable_sleep_mode": "vllm_sleep",

@@ -324,7 +324,7 @@ class _Settings:
             if name == "chat_template":
                 check_template_size(path, setting.place)
             return str(path)
-        if name == "model" and isinstance(value, str) and not value.startswith("pypi:"):
+        if name in ("model", "teacher_model") and isinstance(value, str) and not value.startswith("pypi:"):
             beside = setting.resolve(value, name)
             return str(beside) if beside.is_dir() or value.startswith((".", "~", "$")) else value
         if name == "resume_from_checkpoint" and isinstance(value, str) and value not in ("auto", "never"):

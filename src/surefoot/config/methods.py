@@ -23,6 +23,7 @@ BUILT_IN = {
     "kto": "surefoot.methods.kto.settings:KtoConfig",
     "orpo": "surefoot.methods.orpo.settings:OrpoConfig",
     "reward": "surefoot.methods.reward.settings:RewardConfig",
+    "distill": "surefoot.methods.distill.settings:DistillConfig",
 }
 ENTRY_POINTS = "surefoot.methods"
 

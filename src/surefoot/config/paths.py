@@ -21,7 +21,9 @@ KINDS = {
     stat.S_IFSOCK: "a socket",
 }
 """Directories of special files: reading one may never end, and a second read returns other bytes."""
-FOLDERS = ("model", "output_dir", "dataset_dir", "image_dir", "init_adapter", "resume_from_checkpoint")
+FOLDERS = (
+    "model", "output_dir", "dataset_dir", "image_dir", "init_adapter", "resume_from_checkpoint", "teacher_model",
+)  # fmt: skip
 """Settings that name a folder, never a file."""
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -24,8 +24,6 @@ MOST_PORT = 65535
 
 class RolloutConfig(RunConfig):
     """Settings of a run that trains on completions of its own model."""
-
-    row: ClassVar[RowKind] = PROMPT
 
     max_prompt_length: int | None = Field(default=None, gt=0)
     """Longest prompt in tokens; `truncation` decides what happens to longer ones. Default: `max_length`."""
@@ -53,13 +51,30 @@ class RolloutConfig(RunConfig):
     """CUDA_VISIBLE_DEVICES of a server that the run starts: `"6,7"`. Default: the devices of the run."""
     vllm_sleep: Free[bool] = False
     """Let the server release its GPU memory while the model trains, for a server on the GPUs that train."""
-    max_staleness: int = Field(default=0, ge=0)
-    """Most optimizer steps by which completions may be older than the weights that begin to train on them.
-    0: the server waits for each update. `num_iterations` or more: it generates while the model trains."""
     vllm_start_timeout_s: Free[float] = Field(default=900.0, gt=0)
     """Seconds within which a server must be ready."""
     rollout_batch_size: Free[int | None] = Field(default=None, gt=0)
     """Most completions that a rank generates at the same time; it bounds memory. Default: all of a step."""
+
+    @property
+    def row(self) -> RowKind:
+        """A prompt."""
+        return PROMPT
+
+    @property
+    def generates(self) -> bool:
+        """Whether the run generates completions at all."""
+        return True
+
+    @property
+    def generates_during_training(self) -> bool:
+        """Whether a server generates the next completions while the model trains."""
+        return False
+
+    @property
+    def records_routing(self) -> bool:
+        """Whether the engine reports the experts of each token."""
+        return False
 
     @property
     def max_row_tokens(self) -> int:
@@ -107,14 +122,6 @@ class RolloutConfig(RunConfig):
                 "it",
                 "truncation",
             )
-        if self.max_staleness and self.rollout_engine == "local":
-            yield Contradiction(
-                f"max_staleness={self.max_staleness} with rollout_engine=local: the local engine generates with the "
-                "trained model itself, which cannot train at the same time. Set rollout_engine: vllm, or "
-                "max_staleness: 0",
-                "max_staleness",
-                "rollout_engine",
-            )
         if self.rollout_engine == "vllm":
             yield from self._check_vllm(non_default)
             yield from self._check_vllm_args()
@@ -136,13 +143,6 @@ class RolloutConfig(RunConfig):
         if self.device == "cpu" and self.vllm_sleep:
             yield Contradiction(
                 "vllm_sleep with device=cpu: vLLM does not have it on the CPU. Drop it", "vllm_sleep", "device"
-            )
-        if self.vllm_sleep and self.max_staleness:
-            yield Contradiction(
-                f"vllm_sleep with max_staleness={self.max_staleness}: the server would sleep while it should generate "
-                "the next completions. Drop one of them",
-                "vllm_sleep",
-                "max_staleness",
             )
         address = VLLM_ADDRESS.match(self.vllm_server or "http://127.0.0.1:1")
         if address is None or int(address[1]) > MOST_PORT:
@@ -195,6 +195,12 @@ class RolloutConfig(RunConfig):
             )
 
 
+def rollout_settings(run: RunConfig | None) -> RolloutConfig | None:
+    """Return the settings of a run that generates completions; None for any other run."""
+    return run if isinstance(run, RolloutConfig) and run.generates else None
+
+
 def vllm_settings(run: RunConfig | None) -> RolloutConfig | None:
     """Return the settings of a run whose completions come from a vLLM server; None for any other run."""
-    return run if isinstance(run, RolloutConfig) and run.rollout_engine == "vllm" else None
+    settings = rollout_settings(run)
+    return settings if settings is not None and settings.rollout_engine == "vllm" else None

@@ -82,6 +82,17 @@ RATED_PAIR = RowKind(is_pair=True, has_margin=True)
 LABELLED_ANSWER = RowKind(is_labelled=True)
 
 
+@dataclass(frozen=True)
+class ModelBeside:
+    """A model that is run beside the one in training."""
+
+    source: str
+    """Folder or hub id."""
+    role: str
+    is_sharded: bool = False
+    """Whether its weights are cut over the ranks; else each rank holds it whole."""
+
+
 class Contradiction:
     """Settings that exclude each other: the reason, what to do about it, and their names."""
 
@@ -141,8 +152,6 @@ class RunConfig(BaseModel):
     """`module:class` of the `Method` that trains with these settings."""
     learning_rate_share: ClassVar[float] = 1.0
     """Share of the learning rate of supervised fine-tuning that is usual for the method."""
-    row: ClassVar[RowKind] = CONVERSATION
-    """Role of a row of the data."""
     has_score: ClassVar[bool] = False
     """Whether the model that is trained gives an answer one number, in place of a language model's output layer."""
     sequences_per_row_setting: ClassVar[str | None] = None
@@ -157,8 +166,8 @@ class RunConfig(BaseModel):
     """The run folder: checkpoints, metrics, the adapter or model, and the resolved config go there."""
     method: str = "sft"
     """What to optimise. `sft`: the likelihood of the assistant's turns. `grpo`: rewards of the model's own answers.
-    `dpo`, `orpo`: the preference for the better of two answers. `kto`: for desired answers over others. `reward`: a
-    model that gives the better of two answers the higher number."""
+    `dpo`, `orpo`: the better of two answers over the other. `kto`: desired answers over others. `reward`: a model that
+    scores answers. `distill`: a teacher's distribution."""
     dataset_dir: str | None = None
     """Folder with a `dataset_info.json` of LLaMA-Factory; `dataset` then names its entries (`a` or `a,b`)."""
     dataset_format: DatasetFormat = "auto"
@@ -437,8 +446,13 @@ class RunConfig(BaseModel):
         return False
 
     @property
-    def models_beside(self) -> list[str]:
-        """Models that each rank holds whole beside the one in training, as folders or hub ids."""
+    def row(self) -> RowKind:
+        """Role of a row of the data."""
+        return CONVERSATION
+
+    @property
+    def models_beside(self) -> list[ModelBeside]:
+        """Models that the run holds beside the one in training."""
         return []
 
     @property

@@ -5,11 +5,11 @@ from surefoot.findings.page import Page
 PAGES = {
     "SF801": Page(
         "the rollout engine does not answer",
-        "The completions of a rollout did not arrive by its deadline (`rollout_timeout_s`), a request to a server was "
-        "refused, or the server's process ended. The evidence has the end of the server's log and the state of its "
-        "process.",
+        "The completions of a rollout, or the log-probabilities of a teacher server, did not arrive by their deadline "
+        "(`rollout_timeout_s`, `teacher_timeout_s`), a request to a server was refused, or the server's process ended. "
+        "The evidence has the end of the log and the state of the process of a server that the run has started.",
         "Read the end of its log. Out of memory: lower the engine's share (`vllm_args: "
-        '[--gpu-memory-utilization, "0.5"]`) or its --max-model-len. Only slow: raise rollout_timeout_s.',
+        '[--gpu-memory-utilization, "0.5"]`) or its --max-model-len. Only slow: raise the deadline.',
         ("modelscope/ms-swift#3592",),
         severity="error",
     ),
@@ -52,8 +52,8 @@ PAGES = {
     ),
     "SF806": Page(
         "the rollout engine answered something else",
-        "A completion came from another model than requested, had fewer tokens than its end says, or lacked a logprob "
-        "for a token; or its prompt with images was read as other tokens.",
+        "A completion, or a teacher's log-probabilities, came from another model than requested, had fewer tokens than "
+        "its end says, or lacked a logprob for a token; or its prompt with images was read as other tokens.",
         "Use the version of vLLM that the documentation names, and look for a proxy that changes requests.",
         severity="error",
     ),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -175,7 +175,7 @@ class Method(ABC):
     `check_data` and `batches` may raise on one rank, and the trainer tells the others. `end` is not collective.
     """
 
-    agrees_to_stop_before_batches: ClassVar[bool] = False
+    agrees_to_stop_before_batches: bool = False
     """Whether ranks agree on stop signals before each batch, because making a batch takes long."""
 
     def __init__(self, context: MethodContext) -> None:

@@ -5,8 +5,8 @@ The gradient of the layer's weight is summed over the chunks in float32, whateve
 Shape suffixes: N tokens, H hidden, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,18 @@ from torch.nn import functional as F
 
 CHUNK_TOKENS = 512
 """Number of tokens of a chunk."""
+
+
+class ChunkedLogits(Protocol):
+    """Logits of N tokens, given for one chunk at a time."""
+
+    def logits(self, chunk: slice) -> Tensor:
+        """Return the logits [n, V] of a chunk."""
+
+
+ChunkLoss = Callable[[ChunkedLogits, slice, bool], tuple[Tensor, Tensor | None]]
+"""Logits, a chunk, and whether the gradient is needed -> the sum of the loss over the chunk, and its gradient by the
+logits, float32 [n, V]."""
 
 
 class HeadInputs(NamedTuple):
@@ -37,15 +49,70 @@ class HeadInputs(NamedTuple):
         return F.linear(self.hidden[chunk], self.weight, self.bias)
 
 
+class StoredLogits(NamedTuple):
+    """Logits that exist already. Shapes: [N, V]."""
+
+    values: Tensor
+
+    def logits(self, chunk: slice) -> Tensor:
+        """Return the logits [n, V] of a chunk."""
+        return self.values[chunk]
+
+
+def sum_over_chunks(hidden: Tensor, head: nn.Linear, loss: ChunkLoss) -> Tensor:
+    """Return the sum of a loss of the logits of these states. Its graph serves one backward.
+
+    Shapes: hidden [N, H] -> a scalar in float32.
+    """
+    with torch.no_grad():
+        inputs = HeadInputs.of(hidden, head)
+    return _SumOverChunks.apply(hidden, head.weight, head.bias, inputs, loss, torch.is_grad_enabled())  # type: ignore[no-any-return,no-untyped-call]
+
+
+def sum_of_logits(logits: Tensor, loss: ChunkLoss) -> Tensor:
+    """Return the sum of a loss of logits that exist already. Its graph serves one backward. Shapes: [N, V] -> []."""
+    return _SumOfLogits.apply(logits, loss, torch.is_grad_enabled())  # type: ignore[no-any-return,no-untyped-call]
+
+
 def sum_nll(hidden: Tensor, head: nn.Linear, targets: Tensor, weights: Tensor | None = None) -> Tensor:
     """Return the sum of the tokens' negative log-likelihoods, each times its weight. Its graph serves one backward.
 
     Shapes: hidden [N, H], targets [N], weights [N] -> a scalar in float32.
     """
-    with torch.no_grad():
-        inputs = HeadInputs.of(hidden, head)
-    needs_graph = torch.is_grad_enabled()
-    return _SumNLL.apply(hidden, head.weight, head.bias, inputs, targets, weights, needs_graph)  # type: ignore[no-any-return,no-untyped-call]
+    return sum_over_chunks(hidden, head, nll_loss(targets, weights))
+
+
+def nll_loss(targets: Tensor, weights: Tensor | None = None) -> ChunkLoss:
+    """Return the tokens' negative log-likelihoods, each times its weight. Shapes: targets [N], weights [N]."""
+
+    def sum_chunk(source: ChunkedLogits, chunk: slice, needs_gradient: bool) -> tuple[Tensor, Tensor | None]:
+        logprobs = torch.log_softmax(source.logits(chunk).float(), dim=-1)
+        of_targets = logprobs.gather(1, targets[chunk, None])
+        d_logits = None
+        if needs_gradient:
+            d_logits = _d_logits_(logprobs, targets[chunk], of_targets)
+            d_logits = d_logits if weights is None else d_logits.mul_(weights[chunk, None])
+        # No product of vectors, which autocast would compute in bfloat16.
+        return -(of_targets if weights is None else of_targets * weights[chunk, None]).sum(), d_logits
+
+    return sum_chunk
+
+
+def weighted_sum(losses: Sequence[tuple[float, ChunkLoss]]) -> ChunkLoss:
+    """Return the sum of losses, each times its weight."""
+
+    def sum_chunk(source: ChunkedLogits, chunk: slice, needs_gradient: bool) -> tuple[Tensor, Tensor | None]:
+        total, d_total = None, None
+        for weight, loss in losses:
+            value, d_logits = loss(source, chunk, needs_gradient)
+            total = value * weight if total is None else total + value * weight
+            if d_logits is not None:
+                d_logits = d_logits.mul_(weight)
+                d_total = d_logits if d_total is None else d_total.add_(d_logits)
+        assert total is not None
+        return total, d_total
+
+    return sum_chunk
 
 
 def token_logprobs(
@@ -122,8 +189,8 @@ class _HeadGradients:
         ]
 
 
-class _SumNLL(torch.autograd.Function):
-    """Sum of negative log-likelihoods. The gradients are formed in the forward, where the logits exist anyway."""
+class _SumOverChunks(torch.autograd.Function):
+    """Sum of a loss. The gradients are formed in the forward, where the logits exist anyway."""
 
     @staticmethod
     def forward(
@@ -132,23 +199,16 @@ class _SumNLL(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         inputs: HeadInputs,
-        targets: Tensor,
-        weights: Tensor | None,
+        loss: ChunkLoss,
         needs_graph: bool,
     ) -> Tensor:
         gradients = _HeadGradients(inputs, ctx.needs_input_grad) if needs_graph else None
-
-        def sum_chunk(chunk: slice) -> Tensor:
-            logprobs = torch.log_softmax(inputs.logits(chunk).float(), dim=-1)
-            of_targets = logprobs.gather(1, targets[chunk, None])
-            if gradients is not None:
-                d_logits = _d_logits_(logprobs, targets[chunk], of_targets)
-                gradients.add(chunk, d_logits if weights is None else d_logits.mul_(weights[chunk, None]))
-            # No product of vectors, which autocast would compute in bfloat16.
-            return -(of_targets if weights is None else of_targets * weights[chunk, None]).sum()
-
-        nothing = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        sums = [nothing, *map(sum_chunk, _chunks(len(targets)))]
+        sums = [torch.zeros((), dtype=torch.float32, device=hidden.device)]
+        for chunk in _chunks(len(hidden)):
+            value, d_logits = loss(inputs, chunk, needs_graph)
+            sums.append(value)
+            if gradients is not None and d_logits is not None:
+                gradients.add(chunk, d_logits)
         ctx.gradients = gradients.as_types_of(hidden, weight, bias) if gradients is not None else []
         return torch.stack(sums).sum()
 
@@ -157,8 +217,31 @@ class _SumNLL(torch.autograd.Function):
     def backward(ctx: Any, d_sum: Tensor) -> tuple[Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, []
         if not gradients:  # they are multiplied in place
-            raise RuntimeError("a loss of `sum_nll` has one backward only")
-        return (*(None if part is None else part.mul_(d_sum) for part in gradients), None, None, None, None)
+            raise RuntimeError("a loss of `sum_over_chunks` has one backward only")
+        return (*(None if part is None else part.mul_(d_sum) for part in gradients), None, None, None)
+
+
+class _SumOfLogits(torch.autograd.Function):
+    """The same, of logits that exist already."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, loss: ChunkLoss, needs_graph: bool) -> Tensor:
+        ctx.gradient = torch.empty_like(logits) if needs_graph else None
+        sums = [torch.zeros((), dtype=torch.float32, device=logits.device)]
+        for chunk in _chunks(len(logits)):
+            value, d_logits = loss(StoredLogits(logits), chunk, needs_graph)
+            sums.append(value)
+            if d_logits is not None and ctx.gradient is not None:
+                ctx.gradient[chunk] = d_logits
+        return torch.stack(sums).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_sum: Tensor) -> tuple[Tensor | None, ...]:
+        gradient, ctx.gradient = ctx.gradient, None
+        if gradient is None:
+            raise RuntimeError("a loss of `sum_of_logits` has one backward only")
+        return gradient.mul_(d_sum), None, None
 
 
 class _Logprobs(torch.autograd.Function):

@@ -31,10 +31,10 @@ class RowMethod(Method):
         if step == 0 and self.context.ranks.is_first:
             keys = islice(chain.from_iterable(batch[0].sequences), SAMPLES_SHOWN)
             samples = (self.context.data.train.sample(*key) for key in keys)
-            self.context.emit(SamplesTrained(1, tuple(self._describe_sample(sample) for sample in samples)))
+            self.context.emit(SamplesTrained(1, tuple(self.describe_sample(sample) for sample in samples)))
         return batch
 
-    def _describe_sample(self, sample: Sample) -> dict[str, Any]:
+    def describe_sample(self, sample: Sample) -> dict[str, Any]:
         """Return a sample as JSON values, with its text in parts that are trained or not."""
         number = np.zeros(len(sample.ids), np.int64)  # of the question and the two answers of a pair
         if sample.parts is not None:

@@ -12,7 +12,17 @@ from transformers import PreTrainedModel
 
 from surefoot.data.collate import MicroBatch
 from surefoot.distributed.fsdp import as_fsdp_forward, reshard
-from surefoot.methods.output_layer import HeadInputs, score_logits, sum_nll, token_logprobs
+from surefoot.methods.output_layer import (
+    ChunkedLogits,
+    ChunkLoss,
+    HeadInputs,
+    StoredLogits,
+    score_logits,
+    sum_nll,
+    sum_of_logits,
+    sum_over_chunks,
+    token_logprobs,
+)
 from surefoot.models.decoder_layers import body_of
 from surefoot.models.sample_layout import ARGUMENT, SampleLayout
 from surefoot.models.vision import embed_images, image_tokens
@@ -137,12 +147,13 @@ def _trained_logits(model: PreTrainedModel, arguments: dict[str, Any], batch: Mi
 
 
 class TokenLoss:
-    """Weighted sum of the negative log-likelihoods of a batch's trained tokens under a causal LM."""
+    """The loss of a batch's trained tokens under a causal LM: the weighted negative log-likelihood, or another one."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Detect how the model computes its logits. Collective."""
         self._model = model
-        self._run = as_fsdp_forward(model, self._compute_nll)
+        self._run = as_fsdp_forward(model, self._compute)
+        self._run_without_graph = as_fsdp_forward(model, self._predict)
         self._head = _find_output_layer(model)
 
     @property
@@ -150,19 +161,38 @@ class TokenLoss:
         """See `Objective`."""
         return self._head is None
 
-    def __call__(self, batch: MicroBatch) -> Tensor:
-        """Return the sum. Shapes: a scalar in float32, with its graph."""
-        return self._run(batch)
+    def __call__(self, batch: MicroBatch, loss: ChunkLoss | None = None) -> Tensor:
+        """Return the sum of the weighted negative log-likelihoods, or of `loss`. Shapes: a scalar with its graph."""
+        return self._run(batch, loss)
 
-    def _compute_nll(self, batch: MicroBatch) -> Tensor:
+    def predict(self, batch: MicroBatch) -> ChunkedLogits:
+        """Return the logits from which the trained tokens are predicted, without graph and dropout. Collective.
+
+        They read the output layer, which must not be resharded before they are used.
+        """
+        with eval_no_grad(self._model):
+            return self._run_without_graph(batch)
+
+    def _predict(self, batch: MicroBatch) -> ChunkedLogits:
+        arguments = vision_inputs(batch, self._model)
+        if self._head is None:
+            return StoredLogits(_trained_logits(self._model, arguments, batch))
+        hidden = body_of(self._model)(**arguments).last_hidden_state[0]
+        return HeadInputs.of(hidden[batch.target_positions], self._head)
+
+    def _compute(self, batch: MicroBatch, loss: ChunkLoss | None) -> Tensor:
         arguments = vision_inputs(batch, self._model)
         if self._head is None:
             logits = _trained_logits(self._model, arguments, batch)
+            if loss is not None:
+                return sum_of_logits(logits, loss)
             losses = F.cross_entropy(logits.float(), batch.targets, reduction="none")
             # No product of vectors, which autocast would compute in bfloat16.
             return (losses if batch.weights is None else losses * batch.weights).sum()
-        hidden = body_of(self._model)(**arguments).last_hidden_state[0]
-        return sum_nll(hidden[batch.target_positions], self._head, batch.targets, batch.weights)
+        hidden = body_of(self._model)(**arguments).last_hidden_state[0][batch.target_positions]
+        if loss is not None:
+            return sum_over_chunks(hidden, self._head, loss)
+        return sum_nll(hidden, self._head, batch.targets, batch.weights)
 
 
 class TokenLogprobs:

@@ -46,7 +46,7 @@ IGNORED_LAUNCHER_OPTIONS = frozenset(
     "max_restarts tee log_dir".split()
 )
 """Launcher options without a setting: Surefoot takes them when the run is started, or always acts like this."""
-TRL_METHODS = ("sft", "grpo", "dpo", "kto", "reward", "rloo")
+TRL_METHODS = ("sft", "grpo", "dpo", "kto", "reward", "rloo", "distillation")
 """Subcommands of `trl`."""
 TRL_SCRIPTS = frozenset(f"{method}.py" for method in TRL_METHODS)
 """Scripts of TRL; other programs have a reward.py too."""

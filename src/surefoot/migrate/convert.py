@@ -8,6 +8,7 @@ from surefoot.config.aliases import NOT_HERE
 from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
 from surefoot.config.methods import known_fields, method_names
 from surefoot.errors import ConfigError
+from surefoot.migrate.distillation import NAMES as DISTILLATION
 from surefoot.migrate.drop_invalid import drop_invalid_settings
 from surefoot.migrate.field_map import (
     TRACKERS,
@@ -114,6 +115,8 @@ def _start_import(imported: ImportedRun) -> None:
             imported.settings["packing"] = (True, f"stage pt of {run.program}")
     if run.method == "rm":
         run.method = "reward"
+    if run.method in DISTILLATION:
+        run.peer_method, run.method = run.method, "distill"
     if run.method in ("grpo", "rloo"):
         join_reward_models(run)
     if run.method == "dpo" and run.program == "LLaMA-Factory" and run.settings.get("pref_loss") == "orpo":
@@ -303,7 +306,7 @@ def _leave_out_redundant_evaluation(imported: ImportedRun) -> None:
     method = imported.source.method
     for name in {"grpo": ("packing", "train_on"), "dpo": ("train_on",), "kto": ("train_on",)}.get(method, ()):
         imported.leave_out(name, f"not available with method: {method}")
-    if method in METHODS:
+    if method in (*METHODS, "distill"):
         imported.leave_out("lora_dropout", f"method {method} turns dropout off, as the trainers of peers do by default")
 
 
@@ -319,8 +322,10 @@ def _set_rendezvous_endpoint(imported: ImportedRun) -> None:
 
 
 def _note_missing_settings(imported: ImportedRun) -> None:
-    rewards = ("reward_funcs",) if imported.source.method == "grpo" else ()
-    for name in ("model", "dataset", *rewards):
+    required = {"grpo": ("reward_funcs",), "distill": ("teacher_model",)}.get(imported.source.method, ())
+    for name in ("model", "dataset", *required):
+        if name == "teacher_model" and "teacher_server" in imported.settings:
+            continue
         if name not in imported.settings:
             imported.note_missing(name, "required: add it to this file")
 

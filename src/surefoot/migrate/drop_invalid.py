@@ -14,7 +14,7 @@ from surefoot.migrate.sharding import locate_deepspeed_config
 
 REQUIRED = frozenset(
     "model dataset method loss_type init_adapter output_dir tuning rollout_engine reward_funcs nproc_per_node nnodes "
-    "rdzv_endpoint".split()
+    "rdzv_endpoint teacher_model teacher_server teacher_top_k lmbda".split()
 )
 """Surefoot settings that are never dropped: without them it would be another run, so the import fails instead."""
 
@@ -64,11 +64,12 @@ def _add_location(error: ConfigError, imported: ImportedRun) -> ConfigError:
 
 
 def _check_settings(run: ParsedRun, values: dict[str, Any]) -> None:
-    """Raise ConfigError if the values make no valid run. Placeholders fill in a missing model, data or rewards."""
+    """Raise ConfigError if the values make no valid run. Placeholders fill in what is missing."""
     weights = values.get("reward_weights")
     reward_names = ["exact_match"] * (len(weights) if isinstance(weights, list) else 1)
     rewards = {"reward_funcs": reward_names} if run.method == "grpo" else {}
-    values = {"model": "some/model", "dataset": "rows.jsonl", **rewards, **values}
+    teacher = {} if run.method != "distill" or "teacher_server" in values else {"teacher_model": "some/teacher"}
+    values = {"model": "some/model", "dataset": "rows.jsonl", **rewards, **teacher, **values}
     for name in DEEPSPEED_KEYS & values.keys():
         values[name] = locate_deepspeed_config(run, values.pop(name))
     load_config(None, [], values)

@@ -11,6 +11,7 @@ from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
 from surefoot.config.methods import known_fields
 from surefoot.config.schema import REGULAR_EXPRESSION
 from surefoot.methods.grpo.settings import OF_MODEL
+from surefoot.migrate.distillation import map_distillation
 from surefoot.migrate.parsed_run import ParsedRun, resolve_path
 from surefoot.migrate.peer_tables import (
     CROSS_ENTROPY,
@@ -64,6 +65,7 @@ def map_setting(run: ParsedRun, name: str, value: Any) -> dict[str, Any] | None:
         return {}
     for map_part in (
         map_preferences,
+        map_distillation,
         _map_axolotl,
         _map_data,
         _map_trained_modules,

@@ -20,6 +20,8 @@ class ParsedRun:
     base: Path = field(default_factory=Path.cwd)
     """Folder that relative paths of the run are relative to."""
     method: str = "sft"
+    peer_method: str = ""
+    """The method under its name in the other program, where Surefoot has another name; else empty."""
     launcher: dict[str, Any] = field(default_factory=dict)
     """Launcher options before the script that the program itself does not read."""
     other_commands: list[str] = field(default_factory=list)

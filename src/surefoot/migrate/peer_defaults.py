@@ -3,6 +3,7 @@
 from math import prod
 from typing import Any
 
+from surefoot.migrate.distillation import defaults_of
 from surefoot.migrate.field_map import find_peer_schedule
 from surefoot.migrate.imported_run import ImportedRun
 from surefoot.migrate.parsed_run import ParsedRun
@@ -46,6 +47,10 @@ def collect_defaults(imported: ImportedRun) -> dict[str, Any]:
         defaults |= PREFERENCE_DEFAULTS.get(run.program, {})
         if run.program in OWN_TRAINERS_OF_TRL:
             defaults |= {"orpo": TRL_ORPO, "kto": TRL_KTO, "reward": TRL_REWARD}.get(run.method, {})
+    elif run.method == "distill":
+        if run.peer_method == "distillation":  # prompts have no limit, and completions alone are trained
+            defaults = {name: value for name, value in defaults.items() if name not in ("max_length", "train_on")}
+        defaults |= defaults_of(run)
     factor, rank = LORA_ALPHA_FACTOR.get(run.program), imported.get_value("lora_rank")
     if factor and isinstance(rank, int):
         defaults["lora_alpha"] = factor * rank
@@ -71,8 +76,8 @@ def collect_defaults(imported: ImportedRun) -> dict[str, Any]:
         "warmup_steps": "warmup_ratio" in settings or find_peer_schedule(run) == "constant",
         "gradient_accumulation_steps": "global_batch_size" in settings,
         "save_steps": run.settings.get("save_strategy", "steps") != "steps",
-        # Surefoot's GRPO and DPO refuse LoRA dropout; trainers of DPO turn it off by default.
-        "lora_dropout": run.method in ("grpo", *METHODS),
+        # Surefoot's GRPO and DPO refuse LoRA dropout; trainers of DPO and distillation turn it off by default.
+        "lora_dropout": run.method in ("grpo", "distill", *METHODS),
         **dict.fromkeys(read_deepspeed_settings(imported), True),
     }
     return {name: value for name, value in defaults.items() if not is_overridden.get(name)}

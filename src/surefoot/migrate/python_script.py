@@ -14,10 +14,11 @@ from surefoot.migrate.script_rows import Origin, Source, Variables, name_of
 
 TRAINERS = {
     "SFTTrainer": "sft", "GRPOTrainer": "grpo", "DPOTrainer": "dpo", "KTOTrainer": "kto", "ORPOTrainer": "orpo",
-    "RewardTrainer": "reward", "CPOTrainer": "cpo", "RLOOTrainer": "rloo",
+    "RewardTrainer": "reward", "CPOTrainer": "cpo", "RLOOTrainer": "rloo", "GKDTrainer": "gkd",
+    "DistillationTrainer": "distillation",
 }  # fmt: skip
 """Trainer of TRL -> its method."""
-CONFIGS = ("SFTConfig", "GRPOConfig", "DPOConfig", "KTOConfig", "ORPOConfig", "RewardConfig", "CPOConfig", "RLOOConfig")
+CONFIGS = tuple(trainer.replace("Trainer", "Config") for trainer in TRAINERS)
 OLD_DEFAULTS = {"learning_rate": 5e-5, "gradient_checkpointing": False}
 """Defaults of transformers' TrainingArguments that differ from those of TRL's configs."""
 LORA_NAMES = {

@@ -9,15 +9,13 @@ from typing import Any
 import psutil
 import torch
 
-from surefoot.config import RolloutConfig, RunConfig, vllm_settings
+from surefoot.config import RunConfig, rollout_settings, vllm_settings
 from surefoot.config.vllm_args import SMALLER, memory_share, pipeline_parallel, tensor_parallel, value_of
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.errors import ConfigError
-from surefoot.methods.grpo.reward_model import find_scorer
 from surefoot.methods.registry import method_of
+from surefoot.models import frozen_model
 from surefoot.models.lora import lora_settings
-from surefoot.models.pretrained import meta_model
-from surefoot.models.resolve_model import folder_here
 from surefoot.planner.devices import GB, GIB, Device
 from surefoot.planner.memory import Owners, RankSetup, Rollout, Server, forecast_memory
 from surefoot.planner.sharded_model import ShardedModel
@@ -71,8 +69,8 @@ class Forecast:
     @property
     def rollout_s(self) -> float:
         """Shortest time of the built-in engine for a step's completions: gathering the weights for each token."""
-        run = self.run
-        if not isinstance(run, RolloutConfig):
+        run = rollout_settings(self.run)
+        if run is None:
             return 0.0
         ranks = self.ranks_here * run.nnodes
         sequences_per_rank = -(-self.sequences_per_step // ranks)
@@ -119,7 +117,8 @@ class Forecast:
     @property
     def gathered_bytes_per_token(self) -> int:
         """Bytes that a rank receives for each further token of a rollout: with ZeRO 3 all weights, at each forward."""
-        is_local = isinstance(self.run, RolloutConfig) and self.run.rollout_engine == "local"
+        run = rollout_settings(self.run)
+        is_local = run is not None and run.rollout_engine == "local"
         if not is_local or self.run.zero_stage < 3 or self.ranks_here * self.run.nnodes == 1:
             return 0
         whole = self.sizes.whole
@@ -191,7 +190,7 @@ def forecast(
         ranks_here=run.nproc_per_node,
         rollout=_plan_rollout(run, sequences, step, dtype),
         server=server,
-        reward_model_bytes=dtype.itemsize * sum(count_parameters(source) or 0 for source in run.models_beside),
+        models_beside=_count_models_beside(run, layout, dtype),
     )
     dispatched = trace.exchanged_bytes * (layout.expert_parallel - 1) // layout.expert_parallel
     sent = model.count_sent_bytes(micro_batches) + micro_batches * dispatched
@@ -212,13 +211,16 @@ def forecast(
     )
 
 
-@lru_cache(maxsize=16)
-def count_parameters(source: str) -> int | None:
-    """Return the number of parameters of a reward model; None if it is not on this machine. Raises: ModelError."""
-    if folder_here(source) is None:
-        return None
-    model = meta_model(find_scorer(source).base, has_score=True)
-    return int(sum(parameter.numel() for parameter in model.parameters()))
+count_parameters = lru_cache(maxsize=16)(frozen_model.count_parameters)
+
+
+def _count_models_beside(run: RunConfig, layout: Layout, dtype: torch.dtype) -> dict[str, int]:
+    """Return the bytes that a rank holds of the models beside the trained one, by role. Raises: ModelError."""
+    held: dict[str, int] = {}
+    for model in run.models_beside:
+        size = dtype.itemsize * (count_parameters(model.source) or 0) // (layout.fsdp if model.is_sharded else 1)
+        held[model.role] = held.get(model.role, 0) + size
+    return held
 
 
 def _plan_step(run: RunConfig, base: Path, sequences: int, where: Callable[..., str]) -> StepSpec:
@@ -244,9 +246,10 @@ def _plan_step(run: RunConfig, base: Path, sequences: int, where: Callable[..., 
     )
 
 
-def _plan_rollout(run: RunConfig, sequences: int, step: StepSpec, dtype: torch.dtype) -> Rollout | None:
+def _plan_rollout(config: RunConfig, sequences: int, step: StepSpec, dtype: torch.dtype) -> Rollout | None:
     """Return the completions that the built-in engine generates at a time, or None without it."""
-    if not isinstance(run, RolloutConfig) or run.rollout_engine != "local":
+    run = rollout_settings(config)
+    if run is None or run.rollout_engine != "local":
         return None
     completions = min(run.rollout_batch_size or sequences, sequences)
     prompts = -(-completions // run.sequences_per_row)

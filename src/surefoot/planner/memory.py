@@ -1,6 +1,6 @@
 """Memory of one rank, by owner, at the peak of each phase. Pure.
 
-at rest     weights between steps, optimizer state and reward models; gradients take no memory
+at rest     weights between steps, optimizer state and models beside; gradients take no memory
 load        at rest without optimizer state, and one copy, in the file's dtype, of the tensor that is being read
 step        forward and backward, at the peak of activations and gradients together; optimizer state exists from the
             second step on
@@ -12,7 +12,7 @@ export      the same, written to a file at the end of the run
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from surefoot.planner.sharded_model import ShardedModel
 from surefoot.planner.sizes import FP32_BYTES, HALF_BYTES
@@ -93,8 +93,8 @@ class RankSetup:
     """Number of ranks of a machine; host memory that only some of them hold is divided among all of them."""
     rollout: Rollout | None = None
     server: Server | None = None
-    reward_model_bytes: int = 0
-    """Bytes of the reward models that the rank holds whole."""
+    models_beside: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of the models that the rank holds beside the trained one, by role."""
 
 
 def forecast_memory(model: ShardedModel, trace: Trace, setup: RankSetup) -> dict[str, Owners]:
@@ -107,7 +107,7 @@ def forecast_memory(model: ShardedModel, trace: Trace, setup: RankSetup) -> dict
     at_rest = {
         **weights,
         "optimizer": MOMENTS * model.trained_bytes,
-        "reward models": setup.reward_model_bytes,
+        **setup.models_beside,
     }
     gathered = {"gathered weights": model.gathered_bytes}
     process = {"process": setup.process_bytes}

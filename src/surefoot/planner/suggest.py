@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
-from surefoot.config import RolloutConfig, vllm_settings
+from surefoot.config import RolloutConfig, rollout_settings, vllm_settings
 from surefoot.config.schema import Checkpointing, RunConfig
 from surefoot.config.validate import contradictions
 from surefoot.config.vllm_args import MEMORY_SHARE, TENSOR_PARALLEL, memory_share, tensor_parallel, without
@@ -73,8 +73,8 @@ def _has_conflict(run: RunConfig) -> bool:
 
 def _propose_smaller_rollout_batches(current: Forecast) -> Iterator[SettingChanges]:
     """Propose smaller rollout batches if the peak is the rollout. The training result stays the same."""
-    run = current.run
-    if current.device_peak[0] != "rollout" or not isinstance(run, RolloutConfig) or run.rollout_engine != "local":
+    run = rollout_settings(current.run)
+    if current.device_peak[0] != "rollout" or run is None or run.rollout_engine != "local":
         return
     at_a_time = -(-current.sequences_per_step // (run.nproc_per_node * run.nnodes))
     at_a_time = min(run.rollout_batch_size or at_a_time, at_a_time)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from surefoot.config import LoadedConfig, RolloutConfig
+from surefoot.config import LoadedConfig, rollout_settings
 from surefoot.findings import Finding
 from surefoot.planner.devices import GIB
 from surefoot.planner.forecast import Forecast, count_parameters
@@ -33,16 +33,16 @@ def format_forecast(
     ]
     if forecast.images is not None:
         lines[-1] += f"; each forward is taken to have {forecast.images}, the most that fit, also if rows have none"
-    if isinstance(run, RolloutConfig):
+    if rollout_settings(run) is not None:
         lines[-1] += f"; without {'sampling' if forecast.rollout_s else 'rollouts'} and rewards"
         if forecast.server is not None:
             lines.append(_describe_sync(forecast))
             if not forecast.server.bytes_here:
                 lines.append("the vLLM server has separate devices, which the table leaves out")
     lines += [
-        f"the reward model {source} is not on this machine, so the table leaves it out"
-        for source in run.models_beside
-        if count_parameters(source) is None
+        f"the {model.role} {model.source} is not on this machine, so the table leaves it out"
+        for model in run.models_beside
+        if count_parameters(model.source) is None
     ]
     if forecast.gathered_bytes_per_token:
         seconds = forecast.gathered_bytes_per_token / forecast.device.link_bytes_per_s

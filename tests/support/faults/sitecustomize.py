@@ -22,7 +22,7 @@ if "MEET_WITHIN_S" in os.environ and "RANK" in os.environ:
     store.LATE = store.DEADLINE / 3
 
 if "RANK" in os.environ and os.environ["RANK"] == os.environ.get("LATE_RANK"):
-    from surefoot.methods.grpo.engines.local import LocalEngine
+    from surefoot.methods.rollout.engines.local import LocalEngine
 
     asked = 0
 

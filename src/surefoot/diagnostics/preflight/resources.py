@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from surefoot.config import RolloutConfig, RunConfig, vllm_settings
+from surefoot.config import RolloutConfig, RunConfig, rollout_settings, vllm_settings
 from surefoot.config.vllm_args import SMALLER, memory_share, pipeline_parallel, tensor_parallel, value_of
 from surefoot.data.conversation import TEXT_BESIDE_IMAGES_TOKENS
 from surefoot.diagnostics.preflight import memory
@@ -165,9 +165,9 @@ def check_lengths(context: CheckContext) -> Result:
         raise NotApplicable("the model's config.json is not here, or names no max_position_embeddings")
     longest, summary = run.max_length, f"samples of up to max_length={run.max_length} tokens"
     settings = ["max_length"]
-    if isinstance(run, RolloutConfig):
-        longest = run.max_row_tokens + run.max_completion_length
-        summary = f"a prompt of {run.max_row_tokens} tokens and a completion of {run.max_completion_length}"
+    if rollout_settings(run) is not None:
+        longest = run.max_row_tokens + run.max_added_tokens
+        summary = f"a prompt of {run.max_row_tokens} tokens and a completion of {run.max_added_tokens}"
         settings = ["max_prompt_length", "max_completion_length"]
     room = run.max_row_tokens - TEXT_BESIDE_IMAGES_TOKENS
     most_pixels, side = _read_image_limits(run)

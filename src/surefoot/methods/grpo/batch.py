@@ -13,7 +13,7 @@ from surefoot.data.collate import MicroBatch, dummy_batch
 from surefoot.data.image_processor import PixelReader
 from surefoot.data.images import Image
 from surefoot.distributed.parallel_dims import Layout
-from surefoot.methods.grpo.routed_experts import decode_experts, encode_experts
+from surefoot.methods.rollout.routed_experts import decode_experts, encode_experts
 
 
 @dataclass

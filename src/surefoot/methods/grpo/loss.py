@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from surefoot.data.collate import MicroBatch
-from surefoot.data.image_processor import PixelReader
 from surefoot.distributed.fsdp import reshard
 from surefoot.distributed.process_group import SINGLE_PROCESS, World, sum_over_ranks
 from surefoot.errors import ModelError
@@ -20,7 +19,6 @@ from surefoot.methods.base import BatchTotals, LossTerms, Objective, PlannedLoss
 from surefoot.methods.grpo.advantage import advantages
 from surefoot.methods.grpo.batch import CompletionBatch, Trajectory, collate_completions
 from surefoot.methods.grpo.settings import GrpoConfig
-from surefoot.methods.grpo.types import Request
 from surefoot.methods.token_loss import TokenLogprobs, eval_no_grad, sum_answers
 from surefoot.models.build import BuiltModel
 from surefoot.models.lora import disable_adapter
@@ -326,18 +324,6 @@ class GrpoObjective(Objective):
             for name, value in zip(METRICS, sums, strict=True)
             if tokens and is_measured.get(name, True)
         }
-
-    def score(
-        self, request: Request, ids: list[int], device: torch.device, reader: PixelReader | None = None
-    ) -> list[float]:
-        """Return the logprobs of tokens after a prompt, without dropout. Collective. `reader`: opens images."""
-        trajectory = Trajectory(request.prompt, ids, [0.0] * len(ids), 0.0, 1.0, request.place, request.images)
-        with eval_no_grad(self.model):
-            logprobs, _ = self._logprobs(
-                collate_completions([trajectory], share_prompts=False, reader=reader).to(device)
-            )
-        reshard(self.model)
-        return [float(value) for value in logprobs.tolist()]
 
 
 def _compute_agreement(own: Sequence[Tensor], layers: Sequence[LayerRouting]) -> Tensor:

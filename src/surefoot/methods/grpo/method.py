@@ -13,19 +13,20 @@ from surefoot.config import LoadedConfig, RunConfig
 from surefoot.data.collate import MicroBatch
 from surefoot.data.sampler import Position, StepBatch
 from surefoot.distributed.process_group import World
-from surefoot.errors import ConfigError
+from surefoot.errors import ConfigError, StoppedOnFinding
 from surefoot.methods.base import Method, MethodContext, Objective, PlannedLoss, TrainContext
 from surefoot.methods.grpo.builtin_rewards import BUILT_IN, columns_problem
-from surefoot.methods.grpo.engines.server import Server
 from surefoot.methods.grpo.loss import GrpoObjective, PlannedPolicyLoss, PolicyLoss
 from surefoot.methods.grpo.pending import problems_of_pending
+from surefoot.methods.grpo.reward_checks import EngineDriftDetector
 from surefoot.methods.grpo.reward_model import RewardModel, check_scorer
 from surefoot.methods.grpo.rewards import Rewards, check_reward
 from surefoot.methods.grpo.rollout_source import RolloutSource
 from surefoot.methods.grpo.settings import GrpoConfig, grpo_settings
-from surefoot.methods.grpo.setup import build_rollout_source, drift_check, open_server, reserve_server_memory
+from surefoot.methods.rollout.engines.vllm_probe import tolerance_of
+from surefoot.methods.rollout.setup import Rollouts
 from surefoot.models.build import BuiltModel, meta_model
-from surefoot.models.isolation import longest_at_one_frequency
+from surefoot.models.isolation import can_share_prompts, longest_at_one_frequency
 from surefoot.models.resolve_model import folder_here, may_be_fetched
 from surefoot.models.routing import router_names
 
@@ -40,7 +41,7 @@ class Grpo(Method):
         self._parts = ExitStack()
         """Callbacks that end all parts that were started, each even if another fails to end."""
         self._rewards: Rewards | None = None
-        self._server: Server | None = None
+        self._rollouts = Rollouts(context)
         self._source: RolloutSource | None = None
         self._settings = grpo_settings(context.loaded.run)
         self._check_drift: Callable[[int, Mapping[str, float]], None] = drift_check(self._settings)
@@ -73,7 +74,7 @@ class Grpo(Method):
 
     def start(self) -> None:
         """Start reward workers, and the server if there is one, which gets ready while the data are prepared."""
-        context, reader, settings = self.context, self.context.data.reader, self._settings
+        context, settings = self.context, self._settings
 
         def start_rewards() -> Rewards:
             _check_rewards(context.loaded)
@@ -87,10 +88,8 @@ class Grpo(Method):
         with context.phase("load"):
             self._rewards = context.ranks.run_or_raise_on_all(start_rewards)
             self._parts.callback(self._rewards.end)
-            if settings.rollout_engine == "vllm":
-                images = reader.settings if reader is not None else None
-                self._server = open_server(context.loaded, context.base, images, context.ranks)
-                self._parts.callback(self._server.end)
+            self._parts.callback(self._rollouts.end)
+            self._rollouts.start()
 
     def check_data(self, position: Position) -> None:
         """Raise ConfigError if rows at a position, or held-out rows, lack the answer that a built-in compares with."""
@@ -109,19 +108,19 @@ class Grpo(Method):
 
     def connect(self) -> None:
         """Wait for the server to take its memory before training does."""
-        if self._server is not None:
-            self.context.ranks.run_or_raise_on_all(self._server.check_alive, names_rank=False)
-            with self.context.phase("sync"):
-                reserve_server_memory(self._settings, self._server, self.context.ranks, self.context.emit)
+        self._rollouts.connect()
 
     def load(self, config: RunConfig, train_context: TrainContext) -> None:
         """Connect the engine to the model. Raises: StoppedOnFinding (SF801) if a server does not get ready."""
         assert self._rewards is not None
         self._load_reward_models(config, train_context)
-        self._source = build_rollout_source(
-            grpo_settings(config), self.context, train_context, self._rewards, self._server
-        )
-        self._parts.callback(self._source.end)
+        settings, objective = grpo_settings(config), train_context.objective
+        assert isinstance(objective, GrpoObjective)
+        routing = objective.routing if settings.records_routing else None
+        generator = self._rollouts.load(settings, train_context, routing)
+        dtype = getattr(torch, config.dtype)
+        share_prompts = can_share_prompts(train_context.model, train_context.device, dtype)
+        self._source = RolloutSource(settings, self.context, generator, self._rewards, share_prompts=share_prompts)
 
     def _load_reward_models(self, config: RunConfig, train_context: TrainContext) -> None:
         """Load the reward models on every rank. Collective. Raises: ConfigError, ModelError on all ranks."""
@@ -164,6 +163,21 @@ class Grpo(Method):
     def _loaded_source(self) -> RolloutSource:
         assert self._source is not None
         return self._source
+
+
+def drift_check(config: GrpoConfig) -> Callable[[int, Mapping[str, float]], None]:
+    """Return the check of each step, which ends a run whose server uses other weights than are trained (SF805)."""
+    if config.rollout_engine != "vllm":
+        return lambda _step, _metrics: None
+    # Twice the probe's tolerance: training makes some tokens of a step less likely than those of the probe.
+    drift = EngineDriftDetector(2 * tolerance_of(getattr(torch, config.dtype)))
+
+    def check_drift(step: int, metrics: Mapping[str, float]) -> None:
+        finding = drift.add(step, metrics)
+        if finding is not None:
+            raise StoppedOnFinding(finding, is_agreed=True)
+
+    return check_drift
 
 
 def _check_rewards(loaded: LoadedConfig) -> None:

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from surefoot.data.images import image_of
 from surefoot.data.sampler import Position
 from surefoot.methods.grpo.batch import Trajectory
-from surefoot.methods.grpo.types import Completion
+from surefoot.methods.rollout.types import Completion
 from surefoot.system.json_files import is_number
 
 LOGPROBS = ("logprobs", "rollout_logprobs", "old_logprobs", "reference_logprobs")

@@ -4,8 +4,6 @@ Each rank holds it whole, beside the model in training, and scores its own compl
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,50 +15,24 @@ from surefoot.errors import ConfigError, ModelError
 from surefoot.methods.grpo.rewards import RewardInputs, RewardResult, check_value
 from surefoot.methods.grpo.settings import RewardItem
 from surefoot.methods.reward.scores import AnswerScores
-from surefoot.models.adapter_files import CONFIG, find_base, gives_scores
-from surefoot.models.frozen_model import load_frozen, read_for_base
+from surefoot.models.frozen_model import FrozenFiles, find_frozen, load_frozen, read_for_base
 from surefoot.models.pretrained import load_config, load_tokenizer_of, meta_model
-from surefoot.models.resolve_model import (
-    local_path,
-    longest_context,
-    read_json_object,
-    resolve_model,
-)
-from surefoot.models.score_head import is_scorer
+from surefoot.models.resolve_model import longest_context
 
 FORWARD_TOKENS = 8192
 """Tokens of a forward, unless one completion with its prompt has more."""
 ADVICE = "A reward model is what `method: reward` trains, or a model for sequence classification with one label."
 
 
-@dataclass(frozen=True)
-class ScorerFiles:
-    """The files of a reward model."""
-
-    base: Path
-    adapter: Path | None
-    """Folder of the adapter that makes a reward model of `base`; None if that is one."""
-
-
-def find_scorer(source: str) -> ScorerFiles:
-    """Return the files of a reward model: of a run folder, of an adapter, which names its base, or of a model.
-
-    Raises: ModelError for a model that gives no scores.
-    """
-    folder = local_path(source)
-    if (folder / "run.yaml").is_file():
-        artifacts = [folder / name for name in ("adapter", "model") if (folder / name).is_dir()]
-        if not artifacts:
-            raise ModelError(f"{folder} is the folder of a run that has not ended: there is no reward model in it yet.")
-        folder = artifacts[0]
-    if (folder / CONFIG).is_file() and not (folder / "config.json").is_file():
-        if not gives_scores(folder):
-            raise ModelError(f"{folder} is an adapter of a language model. {ADVICE}")
-        return ScorerFiles(resolve_model(find_base(folder), str(folder / CONFIG)), folder)
-    base_folder = resolve_model(str(folder) if folder.is_dir() else source, source)
-    if not is_scorer(read_json_object(base_folder / "config.json")):
-        raise ModelError(f"{base_folder} is a language model, which gives no scores. {ADVICE}")
-    return ScorerFiles(base_folder, None)
+def find_scorer(source: str) -> FrozenFiles:
+    """Return the files of a reward model. Raises: ModelError for a model that gives no scores."""
+    files = find_frozen(source)
+    if not files.gives_scores:
+        what = f"{files.base} is a language model, which gives no scores"
+        if files.adapter is not None:
+            what = f"{files.adapter} is an adapter of a language model"
+        raise ModelError(f"{what}. {ADVICE}")
+    return files
 
 
 def check_scorer(item: RewardItem, where: str) -> None:

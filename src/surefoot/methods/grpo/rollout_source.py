@@ -7,17 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
-from math import inf, isnan
+from math import isnan
 from typing import Any
 
 from surefoot.data.collate import MicroBatch
-from surefoot.data.dataset import Dataset, SampleKey
-from surefoot.data.images import Image
-from surefoot.data.row_formats import IN_THE_ROW
+from surefoot.data.dataset import Dataset
 from surefoot.data.sampler import Position, StepBatch
-from surefoot.errors import DataError, StoppedOnFinding, SurefootError
-from surefoot.events import CompletionsMade, Event, FindingMade, Heartbeat
-from surefoot.methods.base import LAST_WAIT_S, Interrupted, MethodContext
+from surefoot.errors import StoppedOnFinding, SurefootError
+from surefoot.events import CompletionsMade, Event, FindingMade
+from surefoot.methods.base import MethodContext
 from surefoot.methods.grpo.advantage import has_learning_signal
 from surefoot.methods.grpo.batch import completion_batches, rank_slice
 from surefoot.methods.grpo.pending import CurrentRollout, prefetched_entry, read_pending
@@ -25,20 +23,8 @@ from surefoot.methods.grpo.reward_checks import FailureDetector, NoSignalDetecto
 from surefoot.methods.grpo.rewards import Rewards
 from surefoot.methods.grpo.scoring import Group, GroupScorer, ScoredCompletion, compute_metrics
 from surefoot.methods.grpo.settings import GrpoConfig
-from surefoot.methods.grpo.types import (
-    Completion,
-    Engine,
-    Prompt,
-    Request,
-    Sampling,
-    Wait,
-    run_interruptible,
-)
-
-EVALUATION = 1 << 32
-"""Part of the seeds of evaluations; the seeds of steps have the step's number in its place."""
-POLL_S = 5.0
-"""Seconds between two checks of the stop signal, with a heartbeat, in a wait for the engine."""
+from surefoot.methods.rollout.generator import EVALUATION, Generator
+from surefoot.methods.rollout.types import Completion, Prompt, Request, Wait
 
 
 @dataclass(frozen=True)
@@ -58,21 +44,17 @@ class RolloutSource:
         self,
         config: GrpoConfig,
         context: MethodContext,
-        engine: Engine,
+        generator: Generator,
         rewards: Rewards,
-        sampling: Sampling,
         *,
-        longest_context: int | None,
         share_prompts: bool,
     ) -> None:
-        """Create the source. `longest_context`: of the model, in tokens. `share_prompts`: see `collate_completions`."""
+        """Create the source. `share_prompts`: see `collate_completions`."""
         self._config = config
         self._context = context
         self._data = context.data
         self._ranks = context.ranks
-        self._engine = engine
-        self._sampling = sampling
-        self._longest_context = longest_context
+        self._generator = generator
         self._share_prompts = share_prompts
         self._scorer = GroupScorer(config, context, rewards)
         self._prompts_per_rollout = config.sequences_per_step // config.num_generations
@@ -135,8 +117,7 @@ class RolloutSource:
         if not isinstance(rollout, _Rollout):
             return []
         try:
-            with self._context.phase(self._engine.phase):
-                local_completions = self._wait_for_save(rollout.wait, wait_s)
+            local_completions = self._generator.wait_for_save(rollout.wait, wait_s)
         except SurefootError:  # the step that needs them raises it; the checkpoint of the steps before is still saved
             return []
         if local_completions is None:
@@ -161,21 +142,17 @@ class RolloutSource:
         """
         for rollout in self._prefetches.values():  # the engine is needed for other completions
             if isinstance(rollout, _Rollout):
-                self._wait_for_completions(rollout.wait)
+                self._generator.wait(rollout.wait)
         keys = list(held_out.sample_keys())
         groups: list[Group] = []
         for begin in range(0, len(keys), self._prompts_per_rollout):
-            prompts = self._read_prompts(held_out, keys[begin : begin + self._prompts_per_rollout])
+            prompts = self._generator.read_prompts(held_out, keys[begin : begin + self._prompts_per_rollout])
             wait = self._request_completions(prompts, (EVALUATION, begin), step)
-            groups += self._scorer.score_groups(prompts, self._wait_for_completions(wait))
+            groups += self._scorer.score_groups(prompts, self._generator.wait(wait))
         lines = tuple(self._scorer.format_lines(groups))
         findings = self._eval_failures.add(step, _completions_of(groups))
         self._emit_events(CompletionsMade(step, step, lines, is_evaluation=True), *map(FindingMade, findings))
         return {f"eval_{name}": value for name, value in compute_metrics(groups, self._scorer.names).items()}
-
-    def end(self) -> None:
-        """End the engine, whether the run succeeded or not. The owners of rewards and server end these."""
-        self._engine.end()
 
     def _roll_out(self, position: Position, step: int, began: float) -> CurrentRollout:
         """Return the completions of a step. Collective."""
@@ -186,7 +163,7 @@ class RolloutSource:
         if isinstance(prefetch, SurefootError):
             raise prefetch
         rollout = prefetch or self._request_rollout(position, self._prompts_per_rollout, step, (step, 0))
-        completions = self._wait_for_completions(rollout.wait)
+        completions = self._generator.wait(rollout.wait)
         if not config.dynamic_sampling:  # the engine works while rewards are computed
             self._request_prefetch(rollout.step_batch, step)
         groups = all_groups = self._scorer.score_groups(rollout.prompts, completions)
@@ -203,8 +180,9 @@ class RolloutSource:
         if config.dynamic_sampling:
             metrics["groups_replaced"] = float(len(all_groups) - len(groups))
             self._request_prefetch(step_batch, step)
-        if self._engine.bytes_sent:
-            metrics["sync_bytes"] = float(self._engine.bytes_sent)
+        bytes_sent = self._generator.engine.bytes_sent
+        if bytes_sent:
+            metrics["sync_bytes"] = float(bytes_sent)
         return CurrentRollout(trajectories, metrics, began, step_batch.epoch, step_batch.next_position)
 
     def _add_replacements(self, step_batch: StepBatch, groups: list[Group], step: int) -> tuple[StepBatch, list[Group]]:
@@ -215,7 +193,7 @@ class RolloutSource:
             if missing <= 0:
                 break
             rollout = self._request_rollout(step_batch.next_position, missing, step, (step, attempt))
-            groups = groups + self._scorer.score_groups(rollout.prompts, self._wait_for_completions(rollout.wait))
+            groups = groups + self._scorer.score_groups(rollout.prompts, self._generator.wait(rollout.wait))
             step_batch = rollout.step_batch
         return step_batch, groups
 
@@ -233,11 +211,8 @@ class RolloutSource:
 
     def _read_rows(self, position: Position, count: int) -> tuple[StepBatch, list[Prompt]]:
         step_batch = self._ranks.run_or_raise_on_all(lambda: self._data.order.step(position, count))
-        return step_batch, self._read_prompts(self._data.train, [samples[0] for samples in step_batch.sequences])
-
-    def _read_prompts(self, dataset: Dataset, keys: Sequence[SampleKey]) -> list[Prompt]:
-        with self._context.phase("data_wait"):
-            return self._ranks.run_or_raise_on_all(lambda: [self._read_prompt(dataset, key) for key in keys])
+        keys = [samples[0] for samples in step_batch.sequences]
+        return step_batch, self._generator.read_prompts(self._data.train, keys)
 
     def _request_rollout(self, position: Position, count: int, step: int, seed: tuple[int, int]) -> _Rollout:
         """Request completions of `count` prompts from a position on. Arguments: see `_request_completions`."""
@@ -255,55 +230,7 @@ class RolloutSource:
             for index in rank_slice(len(prompts) * each, self._data.layout)
             for prompt in [prompts[index // each]]
         ]
-        with self._context.phase("sync"):
-            self._engine.publish(step)
-        with self._context.phase(self._engine.phase):
-            return self._engine.submit(requests, self._sampling, step)
-
-    def _wait_for_completions(self, wait: Wait) -> list[Completion]:
-        """Return this rank's completions; the engine has its own deadline. Collective.
-
-        Raises: StoppedOnFinding (SF801, SF806).
-        """
-        with self._context.phase(self._engine.phase):
-            completions = self._poll(wait, inf)
-        assert completions is not None
-        return completions
-
-    def _poll(self, wait: Wait, timeout_s: float, *, ignores_signals: bool = False) -> list[Completion] | None:
-        """Return the engine's completions; None after `timeout_s`. Collective. Raises: Interrupted."""
-        left_s = timeout_s
-        while left_s > 0:
-            completions = run_interruptible(
-                self._ranks,
-                partial(wait, min(left_s, POLL_S)),
-                (lambda: False) if ignores_signals else self._context.stop_requested,
-            )
-            if completions is not None:
-                return completions
-            left_s -= POLL_S
-            self._context.emit(Heartbeat())  # the supervisor must not see a stall: the engine has its own deadline
-        return None
-
-    def _wait_for_save(self, wait: Wait, timeout_s: float) -> list[Completion] | None:
-        """Return the engine's completions; None after `timeout_s`, or `LAST_WAIT_S` after a stop signal. Collective."""
-        try:
-            return self._poll(wait, timeout_s)
-        except Interrupted:
-            return self._poll(wait, min(timeout_s, LAST_WAIT_S), ignores_signals=True)
-
-    def _read_prompt(self, dataset: Dataset, key: SampleKey) -> Prompt:
-        sample = dataset.sample(*key)
-        ids = [int(token) for token in sample.ids]
-        longest = len(ids) + self._sampling.max_tokens
-        if self._longest_context is not None and longest > self._longest_context:
-            raise DataError(
-                f"{sample.place}: a prompt of {len(ids)} tokens and max_completion_length={self._sampling.max_tokens} "
-                f"are {longest} tokens, more than the {self._longest_context} that the model can see. Lower "
-                "max_completion_length, or max_prompt_length with truncation: drop."
-            )
-        columns = _replace_embedded_images(dataset.columns(*key), sample.images)
-        return Prompt(ids, sample.place, columns, sample.images)
+        return self._generator.request(requests, step)
 
     def _check_rewards(self, groups: Sequence[Group], all_groups: Sequence[Group], step: int) -> dict[str, float]:
         """Return the metrics of a rollout, and emit findings. `all_groups`: also the groups that were replaced.
@@ -341,14 +268,6 @@ class RolloutSource:
                 self._context.emit(event)
 
         self._ranks.run_or_raise_on_all(emit_events, names_rank=False)
-
-
-def _replace_embedded_images(columns: Mapping[str, Any], images: Sequence[Image]) -> Mapping[str, Any]:
-    """Return the columns, with the path of the extracted file for each image whose bytes are in the row."""
-    if not images:
-        return columns
-    pairs = zip(columns["images"], images, strict=True)
-    return {**columns, "images": [image.path if source == IN_THE_ROW else source for source, image in pairs]}
 
 
 def _return_at_once(completions: list[Completion], _seconds: float) -> list[Completion]:

@@ -18,7 +18,7 @@ from surefoot.methods.grpo.advantage import (
 from surefoot.methods.grpo.batch import Trajectory, rank_slice
 from surefoot.methods.grpo.rewards import RewardInputs, RewardResult, Rewards
 from surefoot.methods.grpo.settings import GrpoConfig
-from surefoot.methods.grpo.types import Completion, Prompt, run_interruptible
+from surefoot.methods.rollout.types import Completion, Prompt, run_interruptible
 
 
 @dataclass(frozen=True, kw_only=True)

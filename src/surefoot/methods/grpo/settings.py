@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from surefoot.config.rollout import RolloutConfig
-from surefoot.config.schema import Contradiction, Free, Item, RunConfig
+from surefoot.config.schema import Contradiction, Free, Item, ModelBeside, RunConfig
 
 Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
 
@@ -90,6 +90,9 @@ class GrpoConfig(RolloutConfig):
     in RLOO and REINFORCE++, and not added to the loss of its tokens, as in GRPO."""
     num_iterations: int = Field(default=1, gt=0)
     """Optimizer steps on the same completions."""
+    max_staleness: int = Field(default=0, ge=0)
+    """Most optimizer steps by which completions may be older than the weights that begin to train on them.
+    0: the server waits for each update. `num_iterations` or more: it generates while the model trains."""
     advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus"] = "grpo"
     """The value that a reward is compared with. `grpo`: the mean of its group. `rloo`: the mean of the others in it.
     `reinforce_plus_plus`: the mean of its group, and then the deviation is that of all such differences of the step."""
@@ -126,6 +129,16 @@ class GrpoConfig(RolloutConfig):
         return self.num_iterations
 
     @property
+    def generates_during_training(self) -> bool:
+        """`max_staleness`."""
+        return self.max_staleness > 0
+
+    @property
+    def records_routing(self) -> bool:
+        """`routing_replay: rollout`."""
+        return self.routing_replay == "rollout"
+
+    @property
     def may_skip_rows(self) -> bool:
         """`dynamic_sampling`."""
         return self.dynamic_sampling
@@ -138,9 +151,9 @@ class GrpoConfig(RolloutConfig):
         return [item.model_copy(update={"weight": weight}) for item, weight in pairs]
 
     @property
-    def models_beside(self) -> list[str]:
+    def models_beside(self) -> list[ModelBeside]:
         """The reward models."""
-        return [item.model for item in self.reward_funcs if item.model]
+        return [ModelBeside(item.model, "reward model") for item in self.reward_funcs if item.model]
 
     def code_files(self) -> list[str]:
         """Return the files with reward functions."""
@@ -158,6 +171,7 @@ class GrpoConfig(RolloutConfig):
                 "method",
             )
         yield from self._check_loss()
+        yield from self._check_staleness()
         yield from self._check_corrections()
         yield from super().contradictions(non_default)
         unavailable = {
@@ -271,6 +285,24 @@ class GrpoConfig(RolloutConfig):
                     name,
                     "loss_type",
                 )
+
+    def _check_staleness(self) -> Iterator[Contradiction]:
+        """Yield why completions cannot be generated while the model trains."""
+        if self.max_staleness and self.rollout_engine == "local":
+            yield Contradiction(
+                f"max_staleness={self.max_staleness} with rollout_engine=local: the local engine generates with the "
+                "trained model itself, which cannot train at the same time. Set rollout_engine: vllm, or "
+                "max_staleness: 0",
+                "max_staleness",
+                "rollout_engine",
+            )
+        if self.vllm_sleep and self.max_staleness:
+            yield Contradiction(
+                f"vllm_sleep with max_staleness={self.max_staleness}: the server would sleep while it should generate "
+                "the next completions. Drop one of them",
+                "vllm_sleep",
+                "max_staleness",
+            )
 
     def _check_corrections(self) -> Iterator[Contradiction]:
         """Yield conflicts between how completions are generated and how the loss corrects for it."""

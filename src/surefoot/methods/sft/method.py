@@ -56,7 +56,7 @@ class SftObjective(Objective):
     def __init__(self, built: BuiltModel, aux_loss_coef: float, ranks: World = SINGLE_PROCESS) -> None:
         """Raise ModelError if the routers cannot be balanced. Collective."""
         super().__init__(built.model)
-        self._ranks = ranks
+        self.ranks = ranks
 
         def run_decoder(batch: MicroBatch) -> None:
             body_of(built.model)(**vision_inputs(batch, built.model))
@@ -67,7 +67,7 @@ class SftObjective(Objective):
         if aux_loss_coef and has_values(built.model):
             _check_recording(built)
         self._coefficient = aux_loss_coef
-        self._token_loss = TokenLoss(built.model)
+        self.token_loss = TokenLoss(built.model)
         self._counts: Tensor | None = None
         """Rows per expert over the global batch, [layers, E]."""
         self._counts_are_complete = False
@@ -80,7 +80,11 @@ class SftObjective(Objective):
     @property
     def holds_all_logits(self) -> bool:
         """See `Objective`."""
-        return self._token_loss.holds_all_logits
+        return self.token_loss.holds_all_logits
+
+    def sum_losses(self, batch: MicroBatch) -> Tensor:
+        """Return the weighted sum of the losses of a batch's trained tokens, with its graph. Collective."""
+        return self.token_loss(batch)
 
     def begin_step(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Count the routing of the whole global batch, by which the load-balancing loss weighs each micro-batch.
@@ -101,7 +105,7 @@ class SftObjective(Objective):
     def loss(self, batch: MicroBatch, totals: BatchTotals) -> LossTerms:
         """Return this micro-batch's share, normalised over the global batch."""
         with self._routing.recording() as layers:
-            main = self._token_loss(batch) * (0.0 if batch.is_dummy else 1 / totals.weight)
+            main = self.sum_losses(batch) * (0.0 if batch.is_dummy else 1 / totals.weight)
         if not layers:
             return LossTerms(main)
         if not self._counts_are_complete:
@@ -128,14 +132,14 @@ class SftObjective(Objective):
     def _complete_counts(self) -> None:
         """Sum the counts of all ranks."""
         assert self._counts is not None
-        self._counts = sum_over_ranks(self._counts, self._ranks)
+        self._counts = sum_over_ranks(self._counts, self.ranks)
         self._counts_are_complete = True
 
     @torch.no_grad()
     def evaluate(
         self, batches: Iterable[MicroBatch], stop_requested: Callable[[], bool] = lambda: False
     ) -> tuple[float, int]:
-        """Return (mean negative log-likelihood, trained tokens) over held-out batches, with dropout off. Collective.
+        """Return (mean loss of a token, trained tokens) over held-out batches, with dropout off. Collective.
 
         `stop_requested`: whether this rank received a stop signal; called before each batch.
         Raises: Interrupted on all ranks.
@@ -144,16 +148,16 @@ class SftObjective(Objective):
         self.model.eval()
         try:
             for batch in batches:
-                if self._ranks.sum([stop_requested()])[0]:
+                if self.ranks.sum([stop_requested()])[0]:
                     raise Interrupted
-                loss = self._token_loss(batch).item()
+                loss = self.sum_losses(batch).item()
                 total += 0.0 if batch.is_dummy else loss
                 trained += batch.num_trained
                 weight += batch.trained_weight
         finally:
             self.model.train()
             reshard(self.model)
-        total, trained, weight = self._ranks.sum([total, trained, weight])
+        total, trained, weight = self.ranks.sum([total, trained, weight])
         return total / weight, round(trained)
 
 

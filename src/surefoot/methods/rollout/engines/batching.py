@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from surefoot.errors import ModelError, one_line
-from surefoot.methods.grpo.engines.generation_cache import REMEDY
-from surefoot.methods.grpo.types import Request
+from surefoot.methods.rollout.engines.generation_cache import REMEDY
+from surefoot.methods.rollout.types import Request
 from surefoot.models.pretrained import BAD_CONFIG
 from surefoot.system.allocators import is_out_of_memory
 

@@ -11,11 +11,11 @@ import torch
 from surefoot.distributed.process_group import SINGLE_PROCESS, World
 from surefoot.errors import StoppedOnFinding
 from surefoot.events import Phase
-from surefoot.methods.grpo.engines.vllm_client import CompletionClient
-from surefoot.methods.grpo.engines.vllm_probe import PolicyProbe
-from surefoot.methods.grpo.engines.vllm_protocol import Policy
-from surefoot.methods.grpo.engines.vllm_sync import Sync
-from surefoot.methods.grpo.types import Completion, Request, Sampling, Wait
+from surefoot.methods.rollout.engines.vllm_client import CompletionClient
+from surefoot.methods.rollout.engines.vllm_probe import PolicyProbe
+from surefoot.methods.rollout.engines.vllm_protocol import Policy
+from surefoot.methods.rollout.engines.vllm_sync import Sync
+from surefoot.methods.rollout.types import Completion, Request, Sampling, Wait
 
 
 class VllmEngine:

@@ -12,9 +12,9 @@ from typing import Any
 from surefoot.data.image_processor import PixelReader
 from surefoot.data.images import Image
 from surefoot.errors import SurefootError
-from surefoot.methods.grpo.engines.server import Server, ServerFailed
-from surefoot.methods.grpo.engines.vllm_protocol import Call, Policy, ServedModel, build_call, parse_completion
-from surefoot.methods.grpo.types import Completion, Request, Sampling
+from surefoot.methods.rollout.engines.server import Server, ServerFailed
+from surefoot.methods.rollout.engines.vllm_protocol import Call, Policy, ServedModel, build_call, parse_completion
+from surefoot.methods.rollout.types import Completion, Request, Sampling
 
 PAUSES_S = (0.5, 2.0, 5.0)
 """Seconds before each retry of a request that the server did not take."""

@@ -25,15 +25,15 @@ from surefoot.errors import StoppedOnFinding
 from surefoot.events import Phase
 from surefoot.findings import Finding
 from surefoot.methods.base import Interrupted
-from surefoot.methods.grpo.engines.batching import Batching, choose_batching, probe_length, split_requests
-from surefoot.methods.grpo.engines.generation_cache import (
+from surefoot.methods.rollout.engines.batching import Batching, choose_batching, probe_length, split_requests
+from surefoot.methods.rollout.engines.generation_cache import (
     WITHOUT_ATTENTION,
     cache_argument,
     cache_of,
     select_cache_rows,
 )
-from surefoot.methods.grpo.engines.row_sampler import RowSampler
-from surefoot.methods.grpo.types import Completion, Request, Sampling, Wait
+from surefoot.methods.rollout.engines.row_sampler import RowSampler
+from surefoot.methods.rollout.types import Completion, Request, Sampling, Wait
 from surefoot.models.decoder_layers import class_name
 from surefoot.models.generate import generating
 from surefoot.models.routing import LayerRouting, RoutingRecorder

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from surefoot.methods.grpo.routed_experts import decode_experts, encode_experts
-from surefoot.methods.grpo.types import Completion, Request, Sampling
+from surefoot.methods.rollout.routed_experts import decode_experts, encode_experts
+from surefoot.methods.rollout.types import Completion, Request, Sampling
 
 BANNED_BIAS = -100.0
 """Bias added to the logit of a token that must never be drawn."""

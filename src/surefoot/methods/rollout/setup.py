@@ -1,10 +1,11 @@
-"""Setup of a GRPO run's engine, with the server if there is one, and of the batch source that uses it."""
+"""Setup of the engine that generates completions, with the server if there is one."""
 
 import json
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from io import BytesIO
@@ -15,37 +16,35 @@ import torch
 from PIL import Image as Picture
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from surefoot.config import LoadedConfig
+from surefoot.config import LoadedConfig, RolloutConfig, rollout_settings
 from surefoot.config.vllm_args import allowed_lora_rank
+from surefoot.data.collate import collate
 from surefoot.data.image_processor import PixelReader
 from surefoot.data.images import ImageSettings, find_image
 from surefoot.data.render import answer_ends
 from surefoot.distributed.artifact import write_trained_model
+from surefoot.distributed.fsdp import reshard
 from surefoot.distributed.process_group import World
-from surefoot.errors import ConfigError, StoppedOnFinding
+from surefoot.errors import ConfigError
 from surefoot.events import Emit, Heartbeat, Notice
 from surefoot.methods.base import MethodContext, TrainContext
-from surefoot.methods.grpo.engines.local import LocalEngine, RolloutLimits
-from surefoot.methods.grpo.engines.server import Server, ServerFailed, start_server
-from surefoot.methods.grpo.engines.vllm import VllmEngine
-from surefoot.methods.grpo.engines.vllm_client import CompletionClient
-from surefoot.methods.grpo.engines.vllm_probe import PolicyProbe, tolerance_of
-from surefoot.methods.grpo.engines.vllm_protocol import RoutingLayers, ServedModel
-from surefoot.methods.grpo.engines.vllm_sync import AdapterSync, FullSync, Sync
-from surefoot.methods.grpo.loss import GrpoObjective
-from surefoot.methods.grpo.reward_checks import EngineDriftDetector
-from surefoot.methods.grpo.rewards import Rewards
-from surefoot.methods.grpo.rollout_source import RolloutSource
-from surefoot.methods.grpo.settings import GrpoConfig, grpo_settings
-from surefoot.methods.grpo.types import Engine, Request, Sampling
+from surefoot.methods.rollout.engines.local import LocalEngine, RolloutLimits
+from surefoot.methods.rollout.engines.server import Server, ServerFailed, start_server
+from surefoot.methods.rollout.engines.vllm import VllmEngine
+from surefoot.methods.rollout.engines.vllm_client import CompletionClient
+from surefoot.methods.rollout.engines.vllm_probe import PolicyProbe
+from surefoot.methods.rollout.engines.vllm_protocol import RoutingLayers, ServedModel
+from surefoot.methods.rollout.engines.vllm_sync import AdapterSync, FullSync, Sync
+from surefoot.methods.rollout.generator import Generator, complete_prompt
+from surefoot.methods.rollout.types import Engine, Request, Sampling
+from surefoot.methods.token_loss import TokenLogprobs, eval_no_grad
 from surefoot.methods.training_data import HEARTBEAT_EVERY_S
 from surefoot.models.expert_layouts import experts_of, is_fused_experts
 from surefoot.models.generate import end_tokens
-from surefoot.models.isolation import can_share_prompts
 from surefoot.models.lora import find_targets, lora_settings, perturbed_lora
 from surefoot.models.pretrained import meta_model
 from surefoot.models.resolve_model import longest_context
-from surefoot.models.routing import router_names
+from surefoot.models.routing import RoutingRecorder, router_names
 from surefoot.models.vision import image_tokens
 from surefoot.system import allocators, loopback
 from surefoot.system.added_variables import variables_of_user
@@ -60,12 +59,62 @@ LAUNCHER_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_"
 """Variables of the training ranks, with which a server would take itself for one of them."""
 
 
+class Rollouts:
+    """The part of a method that generates completions: the server, if there is one, and the engine."""
+
+    def __init__(self, context: MethodContext) -> None:
+        settings = rollout_settings(context.loaded.run)
+        assert settings is not None
+        self._context = context
+        self._settings = settings
+        self._parts = ExitStack()
+        """Callbacks that end what was started, each even if another fails to end."""
+        self._server: Server | None = None
+
+    def start(self) -> None:
+        """Start the server if there is one, which gets ready while the data are prepared. Collective."""
+        context, reader = self._context, self._context.data.reader
+        if self._settings.rollout_engine == "vllm":
+            images = reader.settings if reader is not None else None
+            self._server = open_server(context.loaded, context.base, images, context.ranks)
+            self._parts.callback(self._server.end)
+
+    def connect(self) -> None:
+        """Wait for the server to take its memory before training does. Collective."""
+        if self._server is not None:
+            self._context.ranks.run_or_raise_on_all(self._server.check_alive, names_rank=False)
+            with self._context.phase("sync"):
+                reserve_server_memory(self._settings, self._server, self._context.ranks, self._context.emit)
+
+    def load(
+        self, config: RolloutConfig, train_context: TrainContext, routing: RoutingRecorder | None = None
+    ) -> Generator:
+        """Connect the engine to the model. `routing`: recorder of the routers, if experts are recorded. Collective.
+
+        Raises: StoppedOnFinding (SF801) if a server does not get ready.
+        """
+        engine, sampling = _build_engine(config, self._context, train_context, self._server, routing)
+        generator = Generator(
+            engine,
+            sampling,
+            self._context,
+            longest_context=longest_context(train_context.model.config.get_text_config().to_dict()),
+        )
+        self._parts.callback(engine.end)
+        return generator
+
+    def end(self) -> None:
+        """End engine and server, whether the run succeeded or not. Not collective."""
+        self._parts.close()
+
+
 def open_server(loaded: LoadedConfig, base: Path, images: ImageSettings | None, ranks: World) -> Server:
     """Return the server that a config names, or one that rank 0 starts and that gets ready in the background.
 
     `images`: the model's image settings. Collective. Raises: ConfigError on all ranks if it cannot be started.
     """
-    config = grpo_settings(loaded.run)
+    config = rollout_settings(loaded.run)
+    assert config is not None
     if images is not None and images.processor is not None:
         raise ConfigError(
             f"rollout_engine=vllm: {config.model} has images that its own processor scales and describes, and only "
@@ -90,7 +139,7 @@ def open_server(loaded: LoadedConfig, base: Path, images: ImageSettings | None, 
     return servers[0] if servers else Server(address, log=log if config.vllm_server is None else None)
 
 
-def reserve_server_memory(config: GrpoConfig, server: Server, ranks: World, emit: Emit) -> None:
+def reserve_server_memory(config: RolloutConfig, server: Server, ranks: World, emit: Emit) -> None:
     """Let a server that shares GPUs with training take its memory first, and free it again if `vllm_sleep` is set.
 
     vLLM measures free GPU memory while it starts, so memory that other processes take or free meanwhile counts as its
@@ -103,7 +152,7 @@ def reserve_server_memory(config: GrpoConfig, server: Server, ranks: World, emit
         ranks.broadcast_from_rank0(server.sleep)
 
 
-def _wait_for_server(server: Server, config: GrpoConfig, emit: Emit) -> None:
+def _wait_for_server(server: Server, config: RolloutConfig, emit: Emit) -> None:
     def notify(text: str) -> None:
         emit(Notice(text))
         emit(Heartbeat())  # the supervisor must not see a stall
@@ -114,22 +163,7 @@ def _wait_for_server(server: Server, config: GrpoConfig, emit: Emit) -> None:
         raise server.stopped("SF801", str(error)) from error
 
 
-def drift_check(config: GrpoConfig) -> Callable[[int, Mapping[str, float]], None]:
-    """Return the check of each step, which ends a run whose server uses other weights than are trained (SF805)."""
-    if config.rollout_engine != "vllm":
-        return lambda _step, _metrics: None
-    # Twice the probe's tolerance: training makes some tokens of a step less likely than those of the probe.
-    drift = EngineDriftDetector(2 * tolerance_of(getattr(torch, config.dtype)))
-
-    def check_drift(step: int, metrics: Mapping[str, float]) -> None:
-        finding = drift.add(step, metrics)
-        if finding is not None:
-            raise StoppedOnFinding(finding, is_agreed=True)
-
-    return check_drift
-
-
-def _build_options(config: GrpoConfig, images: ImageSettings | None, *, adapts_experts: bool) -> list[str]:
+def _build_options(config: RolloutConfig, images: ImageSettings | None, *, adapts_experts: bool) -> list[str]:
     """Return the options of `vllm serve`. Those of `vllm_args` come last, and win."""
     is_raw = config.cuts_sampling and config.temperature == 1.0
     options: dict[str, Any] = {
@@ -151,7 +185,7 @@ def _build_options(config: GrpoConfig, images: ImageSettings | None, *, adapts_e
         options["--max-loras"] = 2  # the newest adapter is loaded before the previous one is unloaded
     if config.vllm_sleep:
         flags.append("--enable-sleep-mode")
-    if config.routing_replay == "rollout":
+    if config.records_routing:
         flags.append("--enable-return-routed-experts")
     if images is not None:
         flags.append("--enable-scale-out")  # the endpoint that takes tokens with images
@@ -162,11 +196,11 @@ def _build_options(config: GrpoConfig, images: ImageSettings | None, *, adapts_e
     return [*(str(part) for pair in options.items() for part in pair), *flags, *config.vllm_args]
 
 
-def _build_environment(config: GrpoConfig) -> dict[str, str]:
+def _build_environment(config: RolloutConfig) -> dict[str, str]:
     variables = {name: value for name, value in variables_of_user().items() if not _is_launcher_variable(name)}
     if config.device == "cpu":
         variables.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-        if not config.max_staleness:  # training waits meanwhile, so no core is reserved for other work
+        if not config.generates_during_training:  # training waits meanwhile, so no core is reserved for other work
             variables.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
     if config.vllm_devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = config.vllm_devices
@@ -176,7 +210,7 @@ def _build_environment(config: GrpoConfig) -> dict[str, str]:
         }
     if config.tuning == "full" or config.vllm_sleep:  # new weights, sleep and wake are endpoints of this mode
         variables["VLLM_SERVER_DEV_MODE"] = "1"
-    if config.routing_replay == "rollout":  # the model runner that reports the experts of tokens
+    if config.records_routing:  # the model runner that reports the experts of tokens
         variables.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
     if config.tuning == "lora":
         variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
@@ -194,10 +228,14 @@ def _is_launcher_variable(name: str) -> bool:
     return name in LAUNCHER_VARIABLES or name.startswith(LAUNCHER_PREFIXES)
 
 
-def build_rollout_source(
-    config: GrpoConfig, context: MethodContext, train_context: TrainContext, rewards: Rewards, server: Server | None
-) -> RolloutSource:
-    """Return the batch source. Collective. Raises: StoppedOnFinding (SF801) if a server does not get ready."""
+def _build_engine(
+    config: RolloutConfig,
+    context: MethodContext,
+    train_context: TrainContext,
+    server: Server | None,
+    routing: RoutingRecorder | None,
+) -> tuple[Engine, Sampling]:
+    """Return the engine that a config names, and how it draws tokens. Collective."""
     tokenizer = context.tokenizer
     text = train_context.model.config.get_text_config()
     ends = end_tokens(train_context.model, tokenizer) | answer_ends(tokenizer, config.template_variables)
@@ -211,7 +249,6 @@ def build_rollout_source(
         banned=image_tokens(train_context.model),
     )
     engine: Engine
-    assert isinstance(train_context.objective, GrpoObjective)
     if server is None:
         engine = LocalEngine(
             train_context.model,
@@ -220,7 +257,7 @@ def build_rollout_source(
             in_lockstep=config.zero_stage == 3 or config.expert_parallel_size != 1,
             forward_context=train_context.rollout_context,
             reader=context.data.reader,
-            routing=train_context.objective.routing if config.routing_replay == "rollout" else None,
+            routing=routing,
             limits=RolloutLimits(
                 config.rollout_batch_size,
                 config.rollout_timeout_s,
@@ -230,15 +267,7 @@ def build_rollout_source(
         )
     else:
         engine = _build_vllm_engine(config, context, train_context, server, sampling)
-    return RolloutSource(
-        config,
-        context,
-        engine,
-        rewards,
-        sampling,
-        longest_context=longest_context(text.to_dict()),
-        share_prompts=can_share_prompts(train_context.model, train_context.device, getattr(torch, config.dtype)),
-    )
+    return engine, sampling
 
 
 def _add_heartbeats(stop_requested: Callable[[], bool], emit: Emit) -> Callable[[], bool]:
@@ -256,20 +285,21 @@ def _add_heartbeats(stop_requested: Callable[[], bool], emit: Emit) -> Callable[
 
 
 def _build_vllm_engine(
-    config: GrpoConfig, context: MethodContext, train_context: TrainContext, server: Server, sampling: Sampling
+    config: RolloutConfig, context: MethodContext, train_context: TrainContext, server: Server, sampling: Sampling
 ) -> VllmEngine:
-    ranks, objective, reader = train_context.ranks, train_context.objective, context.data.reader
-    assert isinstance(objective, GrpoObjective)
+    ranks, reader = train_context.ranks, context.data.reader
+    with train_context.forward_context():
+        logprobs = TokenLogprobs(train_context.model, config.temperature)
     ranks.broadcast_from_rank0(lambda: _wait_for_server(server, config, context.emit))
 
     def score(request: Request, ids: list[int]) -> list[float]:
         with train_context.forward_context():
-            return objective.score(request, ids, train_context.device, reader)
+            return _score(logprobs, train_context, request, ids, reader)
 
     model = ServedModel(
         vocab_size=int(train_context.model.config.get_text_config().vocab_size),
         image_token=reader.settings.token_id if reader is not None else None,
-        routing=_find_routing_layers(train_context) if config.routing_replay == "rollout" else None,
+        routing=_find_routing_layers(train_context) if config.records_routing else None,
         has_seeds=config.device != "cpu",
     )
     client = CompletionClient(server, model, timeout_s=config.rollout_timeout_s, reader=reader)
@@ -286,6 +316,17 @@ def _build_vllm_engine(
     return VllmEngine(client, sync, probe, sleeps=config.vllm_sleep, ranks=ranks)
 
 
+def _score(
+    logprobs: TokenLogprobs, context: TrainContext, request: Request, ids: Sequence[int], reader: PixelReader | None
+) -> list[float]:
+    """Return the log-probabilities of tokens after a prompt, without dropout. Collective. `reader`: opens images."""
+    sample = complete_prompt(request.prompt, ids, request.images, request.place)
+    with eval_no_grad(context.model):
+        values, _ = logprobs(collate([sample], reader).to(context.device))
+    reshard(context.model)
+    return [float(value) for value in values.tolist()]
+
+
 def _find_routing_layers(train_context: TrainContext) -> RoutingLayers:
     model, text = train_context.model, train_context.model.config.get_text_config()
     numbers = [int(number) for name in router_names(model) for number in re.findall(r"\blayers\.(\d+)\.", name)[:1]]
@@ -293,7 +334,7 @@ def _find_routing_layers(train_context: TrainContext) -> RoutingLayers:
     return RoutingLayers(tuple(numbers), int(text.num_hidden_layers), experts)
 
 
-def _build_sync(config: GrpoConfig, context: MethodContext, train_context: TrainContext, server: Server) -> Sync:
+def _build_sync(config: RolloutConfig, context: MethodContext, train_context: TrainContext, server: Server) -> Sync:
     """Return the sync of adapters, or of the full model."""
     settings, ranks, folder = lora_settings(config), train_context.ranks, config.run_folder / ENGINE_FOLDER
     if settings is not None:

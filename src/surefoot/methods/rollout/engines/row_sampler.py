@@ -15,8 +15,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from surefoot.methods.grpo.routed_experts import Experts, encode_experts
-from surefoot.methods.grpo.types import Completion, Request, Sampling
+from surefoot.methods.rollout.routed_experts import Experts, encode_experts
+from surefoot.methods.rollout.types import Completion, Request, Sampling
 
 DROP_SHARE = 0.25
 """Share of complete rows at which they are dropped from the batch: dropping copies the remaining rows."""

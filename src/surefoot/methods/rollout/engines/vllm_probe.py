@@ -13,8 +13,8 @@ from functools import partial
 import torch
 
 from surefoot.distributed.process_group import SINGLE_PROCESS, World
-from surefoot.methods.grpo.engines.vllm_client import CompletionClient
-from surefoot.methods.grpo.types import Request, Sampling
+from surefoot.methods.rollout.engines.vllm_client import CompletionClient
+from surefoot.methods.rollout.types import Request, Sampling
 
 PROBE_TOKENS = 24
 PROBE_TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.1}

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from surefoot.distributed.process_group import SINGLE_PROCESS, World
 from surefoot.errors import ModelError
-from surefoot.methods.grpo.engines.server import Server, ServerFailed
+from surefoot.methods.rollout.engines.server import Server, ServerFailed
 from surefoot.models.adapter import read_adapter, write_adapter
 from surefoot.models.build import trainable_parameters
 from surefoot.models.dtensor_blocks import gather_full
