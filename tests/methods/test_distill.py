@@ -166,6 +166,7 @@ def copy_with(teacher: Path, folder: Path, file: str, change: Callable[[dict[str
     return folder
 
 
+@pytest.mark.slow
 def test_a_teacher_with_another_vocabulary_is_refused_before_data_are_read(
     distill: dict[str, Any], teacher: Path, tmp_path: Path
 ) -> None:
@@ -178,6 +179,12 @@ def test_a_teacher_with_another_vocabulary_is_refused_before_data_are_read(
     bad = str(write_jsonl(tmp_path / "bad.jsonl", [{"messages": 7}]))
     with pytest.raises(ConfigError, match=r"its vocabulary is another one; 2 of \d+ tokens differ: token 100 is .*"):
         surefoot.train({**distill, "teacher_model": str(other), "dataset": bad}, screen=False)
+    config = tmp_path / "doctor.yaml"
+    for folder, status in ((other, 3), (teacher, 0)):
+        config.write_text(yaml.safe_dump({**distill, "teacher_model": str(folder)}))
+        examined = command("doctor", str(config))
+        assert examined.returncode == status, examined.stdout
+        assert ("its vocabulary is another one" in examined.stdout) == bool(status)
 
 
 @pytest.mark.parametrize(

@@ -233,3 +233,14 @@ def test_an_address_that_cannot_be_one_is_told_of(settings: dict[str, Any]) -> N
     check = asked("rollout server's own", settings, **run, vllm_server=f"http://{'a' * 70}.x:8000")
     assert check.finding is not None
     assert check.finding.code == "SF801"
+
+
+def test_a_teacher_server_is_reached(settings: dict[str, Any]) -> None:
+    distill = {**settings, "method": "distill", "teacher_top_k": 8}
+    with listening() as address:
+        check = asked("rollout server's own", distill, teacher_server=address)
+        assert (check.status, address in check.text) == ("ok", True)
+    silent = asked("rollout server's own", distill, teacher_server=address)
+    assert (silent.status, silent.finding and silent.finding.code) == ("warning", "SF801")
+    assert "the address in teacher_server" in silent.text
+    assert "A run waits" not in silent.text

@@ -111,6 +111,12 @@ class RolloutConfig(RunConfig):
         """Whether the run starts a vLLM server of its own."""
         return self.rollout_engine == "vllm" and self.vllm_server is None
 
+    @property
+    def running_servers(self) -> dict[str, str]:
+        """`vllm_server`."""
+        uses_server = self.generates and self.rollout_engine == "vllm" and self.vllm_server is not None
+        return {"vllm_server": str(self.vllm_server)} if uses_server else {}
+
     def contradictions(self, non_default: set[str]) -> Iterator[Contradiction]:
         """Yield conflicts among the settings of sampling and of the engine."""
         yield from super().contradictions(non_default)

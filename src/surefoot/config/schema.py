@@ -456,6 +456,11 @@ class RunConfig(BaseModel):
         return []
 
     @property
+    def running_servers(self) -> dict[str, str]:
+        """Addresses of servers that must run before the run starts, by the setting with each."""
+        return {}
+
+    @property
     def starts_from_base(self) -> bool:
         """Whether training begins with the model without its adapter, which stays as it is."""
         return self.tuning == "lora" and not self.trains_routers and self.init_adapter is None

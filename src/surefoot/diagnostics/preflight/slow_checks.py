@@ -131,7 +131,14 @@ def check_chat_template(context: CheckContext) -> Result:
 
 def check_server(context: CheckContext) -> Result:
     """Check the variables and the version of a vLLM server that runs on this machine."""
+    servers = context.run.running_servers if context.run is not None else {}
+    for setting, address in servers.items():
+        silent = _knock(context, setting, address)
+        if silent is not None:
+            return silent
     run = vllm_settings(context.run)
+    if run is None and servers:
+        return ok(f"{', '.join(servers.values())} can be reached")
     if run is None:
         raise NotApplicable("no run with a vLLM server is given")
     if run.vllm_server is not None:
@@ -148,19 +155,31 @@ def check_server(context: CheckContext) -> Result:
     return _check_vllm_version(run.vllm_command)
 
 
-def _check_running_server(context: CheckContext, run: RolloutConfig, address: str) -> Result:
-    parts = urlsplit(address if "//" in address else f"//{address}")
-    host, port = parts.hostname or "", parts.port or 80
+def _knock(context: CheckContext, setting: str, address: str) -> Result | None:
+    """Return the failure if nothing answers at the address in a setting."""
+    host, port = _split_address(address)
     try:
         socket.create_connection((host, port), CONNECT_WITHIN_S).close()
     except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
+        waits = ""
+        if setting == "vllm_server" and (run := vllm_settings(context.run)) is not None:
+            waits = f". A run waits {run.vllm_start_timeout_s:.0f} s for it"
         return fail(
             "SF801",
-            f"no server answers at {host}:{port}, the address in vllm_server: {error}. A run waits "
-            f"{run.vllm_start_timeout_s:.0f} s for it",
+            f"no server answers at {host}:{port}, the address in {setting}: {error}{waits}",
             fix="Start it, correct the address, or open the port to this machine.",
-            where=context.where("vllm_server"),
+            where=context.where(setting),
         )
+    return None
+
+
+def _split_address(address: str) -> tuple[str, int]:
+    parts = urlsplit(address if "//" in address else f"//{address}")
+    return parts.hostname or "", parts.port or 80
+
+
+def _check_running_server(context: CheckContext, run: RolloutConfig, address: str) -> Result:
+    host, port = _split_address(address)
     if host not in ("127.0.0.1", "localhost", "::1", socket.gethostname()):
         raise NotApplicable(f"{host} is another machine, and can be reached: run `surefoot doctor` there")
     server = _read_listener_environment(port)

@@ -30,6 +30,7 @@ from surefoot.methods.rollout.types import Request
 from surefoot.methods.row_method import SAMPLES_SHOWN
 from surefoot.methods.sft.method import Sft, SftObjective
 from surefoot.models.build import BuiltModel, load_config
+from surefoot.models.resolve_model import folder_here, may_be_fetched
 
 Teacher = Callable[[MicroBatch], TeacherScores]
 """The teacher's distribution at the trained tokens of a batch. Collective."""
@@ -97,7 +98,10 @@ class Distill(Sft):
         """Refuse a teacher that does not fit the student, or a load-balancing loss of a model without routers."""
         Sft.check_model(loaded, base)
         settings = distill_settings(loaded.run)
-        if settings.teacher_server is None and not settings.shares_base:
+        teacher = settings.teacher_model
+        if teacher is None or settings.teacher_server is not None or settings.shares_base:
+            return
+        if folder_here(teacher) is not None or not may_be_fetched(teacher):  # else `start` fetches it
             check_teacher(loaded, base, settings)
 
     @staticmethod
@@ -114,9 +118,11 @@ class Distill(Sft):
         return PlannedObjective(cls, run, key, length)
 
     def start(self) -> None:
-        """Check the teacher's server, and start that of completions, if there are any."""
+        """Fetch the teacher or ask its server, and start the server of completions, if there is one."""
         context, settings = self.context, self._settings
         with context.phase("load"):
+            if settings.teacher_server is None and not settings.shares_base:
+                context.ranks.local_rank0_first(lambda: check_teacher(context.loaded, context.base, settings))
             if settings.teacher_server is not None:
                 vocab_size = int(load_config(context.base).get_text_config().vocab_size)
                 where = context.loaded.where("teacher_server")

@@ -89,6 +89,12 @@ class DistillConfig(RolloutConfig):
             return []
         return [ModelBeside(self.teacher_model, "teacher", is_sharded=self.zero_stage == 3)]
 
+    @property
+    def running_servers(self) -> dict[str, str]:
+        """`vllm_server` and `teacher_server`."""
+        servers = super().running_servers
+        return servers if self.teacher_server is None else {**servers, "teacher_server": self.teacher_server}
+
     def contradictions(self, non_default: set[str]) -> Iterator[Contradiction]:
         """Yield missing settings of distillation, and conflicts among its settings."""
         yield from super().contradictions(non_default)
