@@ -66,6 +66,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/sft_vs_trl.py
 	$(BIN)/python benchmarks/pairs_vs_trl.py --method dpo
 	$(BIN)/python benchmarks/pairs_vs_trl.py --method reward
+	$(BIN)/python benchmarks/distill_vs_trl.py
 	$(BIN)/python benchmarks/architectures_vs_trl.py
 	$(BIN)/python benchmarks/grpo_vs_trl.py
 

@@ -40,20 +40,31 @@ def wordy(one: int, other: int) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-def write(folder: Path) -> list[Sum]:
-    """Write wordy answers to learn, and pairs of a short and a wordy one; return the sums that are in neither."""
+def list_sums() -> list[Sum]:
+    """Return all sums, in an order that is always the same."""
     sums = [(one, other) for one in range(1, MOST + 1) for other in range(1, MOST + 1)]
     random.Random(1).shuffle(sums)
+    return sums
+
+
+def write_rows(folder: Path, rows: dict[str, list[dict[str, Any]]]) -> None:
+    """Write JSON Lines into a folder. `rows`: of each file by its name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, lines in rows.items():
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+
+
+def write(folder: Path) -> list[Sum]:
+    """Write wordy answers to learn, and pairs of a short and a wordy one; return the sums that are in neither."""
+    sums = list_sums()
     taught, compared = sums[:TAUGHT], sums[TAUGHT : TAUGHT + COMPARED]
-    rows: dict[str, list[dict[str, Any]]] = {
+    rows = {
         "taught.jsonl": [{"messages": [question(*pair), wordy(*pair)]} for pair in taught],
         "pairs.jsonl": [
             {"prompt": [question(*pair)], "chosen": [short(*pair)], "rejected": [wordy(*pair)]} for pair in compared
         ],
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, lines in rows.items():
-        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    write_rows(folder, rows)
     return sums[TAUGHT + COMPARED :][:HELD_OUT]
 
 

@@ -58,13 +58,16 @@ def test_orders_are_deterministic_and_held_out_rows_are_new(orders: dict[str, An
     assert len(first.read_text().splitlines()) == len(train)
 
 
-def test_sums_that_answers_are_measured_on_are_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["shorter", "judged"])
+def test_sums_that_answers_are_measured_on_are_in_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    story = runpy.run_path(str(ROOT / "examples" / "shorter.py"))
+    story = runpy.run_path(str(ROOT / "examples" / f"{name}.py"))
     held_out = {story["question"](*pair)["content"] for pair in story["write"](tmp_path)}
     assert len(held_out) == story["HELD_OUT"]
-    for name, count in (("taught.jsonl", story["TAUGHT"]), ("pairs.jsonl", story["COMPARED"])):
-        rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+    for file, count in (("taught.jsonl", story["TAUGHT"]), ("pairs.jsonl", story["COMPARED"])):
+        rows = [json.loads(line) for line in (tmp_path / file).read_text().splitlines()]
         assert len(rows) == count
         assert held_out.isdisjoint((row.get("messages") or row["prompt"])[0]["content"] for row in rows)
 

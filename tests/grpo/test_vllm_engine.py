@@ -26,7 +26,7 @@ from surefoot.errors import ConfigError, StoppedOnFinding
 from surefoot.events import Event
 from surefoot.methods.grpo.method import drift_check
 from surefoot.methods.rollout.engines import server as serving
-from surefoot.methods.rollout.engines import vllm_client, vllm_sync
+from surefoot.methods.rollout.engines import vllm_sync
 from surefoot.methods.rollout.engines.server import Server, ServerFailed, start_server
 from surefoot.methods.rollout.engines.vllm import VllmEngine
 from surefoot.methods.rollout.engines.vllm_client import CompletionClient
@@ -229,7 +229,7 @@ def test_an_engine_that_is_over_begins_no_further_request(
     began = time.monotonic()
     ours.submit([Request([1, 2], (0, number)) for number in range(300)], SAMPLING, 0)
     ours.end()
-    assert ours._client._waiting.empty()
+    assert ours._client.threads._waiting.empty()
     assert time.monotonic() - began < 10
 
 
@@ -309,13 +309,13 @@ def test_a_policy_that_never_arrives_ends_the_run() -> None:
 def test_a_request_that_was_not_taken_is_asked_again(
     serve: Callable[..., Server], engine: Callable[..., VllmEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_client, "PAUSES_S", (0.01, 0.01))
+    monkeypatch.setattr(serving, "PAUSES_S", (0.01, 0.01))
     server = serve("busy_twice")
     ours = engine(server)
     ours.publish(0)
     (made,) = ours.submit([Request([1, 2], (0, 0))], SAMPLING, 0)(inf) or []
     assert made.ids
-    monkeypatch.setattr(vllm_client, "PAUSES_S", (0.01,))
+    monkeypatch.setattr(serving, "PAUSES_S", (0.01,))
     with pytest.raises(StoppedOnFinding, match="status 503") as stopped:
         ours.submit([Request([1, 2], (0, 1))], SAMPLING, 0)(inf)
     assert stopped.value.finding.code == "SF801"

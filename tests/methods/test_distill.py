@@ -102,6 +102,12 @@ def test_every_step_trains_on_completions_of_the_student(distill: dict[str, Any]
 
 
 @pytest.mark.slow
+def test_rows_are_cut_on_the_right_as_in_sft(distill: dict[str, Any]) -> None:
+    cut = {"truncation": "right", "max_length": 40, "max_completion_length": 6, "max_steps": 3, "lmbda": 0.5}
+    assert len(losses(surefoot.train({**distill, **cut}, screen=False).run_folder)) == 3
+
+
+@pytest.mark.slow
 def test_a_share_of_the_steps_trains_on_completions(distill: dict[str, Any]) -> None:
     mixed = {"lmbda": 0.5, "max_completion_length": 6, "max_steps": 12, "sft_weight": 0.5}
     result = surefoot.train({**distill, **mixed}, screen=False)
@@ -194,6 +200,8 @@ def test_a_teacher_with_another_vocabulary_is_refused_before_data_are_read(
         ({"teacher_model": "/none/such"}, "teacher_model=/none/such: .*"),
         ({"max_completion_length": 8}, "a setting of completions, but lmbda=0"),
         ({"lmbda": 1.0, "sft_weight": 0.1}, "no step trains on the answers"),
+        ({"lmbda": 1.0, "truncation": "right"}, "would cut off the end of a prompt"),
+        ({"lmbda": 0.5, "max_prompt_length": 9}, "rows have answers, and max_length limits them"),
         ({"lmbda": 0.5, "packing": True}, "packing=True is not available with method: distill and lmbda"),
         ({"compile": True}, "compile=True is not available with method: distill"),
         ({"method": "sft"}, "teacher_model"),
@@ -237,3 +245,19 @@ def test_the_plan_counts_the_teacher(distill: dict[str, Any]) -> None:
             assert phase.device_bytes - shared.phases[name].device_bytes == (0 if name == "load" else part), name
     missing = surefoot.plan({**settings, "teacher_model": "some/where"}, ["device=h100"]).as_text()
     assert "the teacher some/where is not on this machine" in missing
+
+
+@pytest.mark.long
+def test_a_run_that_goes_on_with_another_teacher_says_so(
+    distill: dict[str, Any], teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(teacher, tmp_path / "teacher")
+    settings = {**distill, "teacher_model": str(tmp_path / "teacher")}
+    surefoot.train(settings, max_steps=1)
+    surefoot.train(settings, max_steps=2)
+    assert "changed since step" not in capsys.readouterr().err
+    model = AutoModelForCausalLM.from_pretrained(teacher)
+    model.lm_head.weight.data.mul_(1.1)
+    model.save_pretrained(tmp_path / "teacher")
+    surefoot.train(settings, max_steps=3)
+    assert f"{tmp_path / 'teacher'}: changed since step 2" in capsys.readouterr().err

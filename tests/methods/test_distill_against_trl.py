@@ -18,7 +18,7 @@ from surefoot.data.dataset import Sample
 from surefoot.methods import output_layer
 from surefoot.methods.base import BatchTotals
 from surefoot.methods.distill.divergence import Divergence, LikeliestTokens, divergence_loss
-from surefoot.methods.distill.method import DistillObjective, OwnCompletions
+from surefoot.methods.distill.method import DistillObjective, TaughtBatch
 from surefoot.methods.distill.settings import DistillConfig
 from surefoot.methods.distill.teacher import LocalTeacher
 from surefoot.methods.output_layer import sum_of_logits
@@ -207,7 +207,7 @@ def test_the_likelihood_is_added_for_rows_and_not_for_completions(folders: Calla
     ours = load_frozen(folders("llama-large"), None, device=torch.device("cpu"), dtype=torch.float32)
     objective.teacher = LocalTeacher(TokenLoss(ours).predict, config)
     with torch.no_grad():
-        own_batch: MicroBatch = OwnCompletions(**vars(collate(samples)))
+        own_batch: MicroBatch = TaughtBatch(**vars(collate(samples)), is_own=True)
         value = float(objective.sum_losses(own_batch)) / len(targets)
     assert value == pytest.approx(float(divergence.detach()), abs=TOLERANCE)
     check(objective, samples, expected, dict(built.model.named_parameters()), dict(student.named_parameters()))

@@ -122,7 +122,7 @@ class RolloutConfig(RunConfig):
         yield from super().contradictions(non_default)
         if "" in self.stops:
             yield Contradiction("stop holds an empty text, which ends every completion at once", "stop")
-        if self.truncation == "right":
+        if self.truncation == "right" and self.row.is_prompt:
             yield Contradiction(
                 "truncation=right would cut off the end of a prompt, where the model's turn begins. Set left or drop "
                 "it",

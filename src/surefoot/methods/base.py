@@ -24,7 +24,9 @@ from surefoot.events import Emit, Phase
 from surefoot.methods.token_loss import eval_no_grad
 from surefoot.methods.training_data import RunData
 from surefoot.models.build import BuiltModel
+from surefoot.models.frozen_model import find_frozen
 from surefoot.models.isolation import Isolation
+from surefoot.models.resolve_model import folder_here
 from surefoot.models.router_bias import RouterBiases
 from surefoot.system.atomic_io import sha256_of
 
@@ -224,8 +226,16 @@ class Method(ABC):
         """Return metrics on held-out rows after `step` steps. Raises: Interrupted."""
 
     def code_files(self) -> dict[str, str]:
-        """Return the SHA-256 of each file of the user's code by path; a resume reports which have changed."""
-        return {name: sha256_of(Path(name)) for name in self.context.loaded.run.code_files()}
+        """Return a fingerprint of each file of the user's code, and of each model beside the trained one that is here.
+
+        By path; a resume reports which have changed.
+        """
+        run = self.context.loaded.run
+        models = [model.source for model in run.models_beside if folder_here(model.source) is not None]
+        return {
+            **{name: sha256_of(Path(name)) for name in run.code_files()},
+            **{source: find_frozen(source).fingerprint for source in models},
+        }
 
     def check_step(self, step: int, metrics: Mapping[str, float]) -> None:  # noqa: B027
         """Check the metrics of a step. Raises: StoppedOnFinding."""

@@ -8,11 +8,12 @@ from transformers import PreTrainedModel
 
 from surefoot.errors import ModelError
 from surefoot.models.adapter_contents import AdapterParameters, read_contents
-from surefoot.models.adapter_files import CONFIG, find_base, gives_scores
+from surefoot.models.adapter_files import CONFIG, WEIGHTS, find_base, gives_scores
 from surefoot.models.build import Sharding, build_model
 from surefoot.models.pretrained import meta_model
-from surefoot.models.resolve_model import folder_here, local_path, read_json_object, resolve_model
+from surefoot.models.resolve_model import fingerprint, folder_here, local_path, read_json_object, resolve_model
 from surefoot.models.score_head import is_scorer
+from surefoot.system.atomic_io import sha256_of
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,12 @@ class FrozenFiles:
         if self.adapter is not None:
             return gives_scores(self.adapter)
         return is_scorer(read_json_object(self.base / "config.json"))
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal weights, almost surely different otherwise. Raises: ModelError for a missing file."""
+        adapter = sha256_of(self.adapter / WEIGHTS) if self.adapter is not None else ""
+        return f"{fingerprint(self.base)} {adapter}".strip()
 
 
 def find_frozen(source: str) -> FrozenFiles:

@@ -56,7 +56,7 @@ from surefoot.training.train_setup import (
     sharding_of,
 )
 
-OTHER_REWARDS = "{}: changed since step {}; rewards from here on are of other functions"
+OTHER_FILES = "{}: changed since step {}; from here on the run uses what is there now"
 
 
 @dataclass(frozen=True)
@@ -311,11 +311,11 @@ def _build_loop_context(
 
 
 def _check_code_files(run: _Run, method: Method, state: TrainState) -> dict[str, str]:
-    """Return the files of the user's code; report which have changed since a checkpoint. Collective."""
+    """Return the files of the user's code and the models beside; report which have changed. Collective."""
     now: dict[str, str] = run.ranks.broadcast_from_rank0(method.code_files)
     changed = [name for name, sha256 in state.reward_files.items() if now.get(name, sha256) != sha256]
     if changed:
-        run.emit(Notice(OTHER_REWARDS.format(", ".join(changed), state.step)))
+        run.emit(Notice(OTHER_FILES.format(", ".join(changed), state.step)))
     return now
 
 

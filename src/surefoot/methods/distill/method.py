@@ -1,7 +1,7 @@
 """Distillation: each next token's distribution comes closer to a teacher's, on the rows or on completions."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,7 @@ from surefoot.methods.distill.served_teacher import ServedTeacher, check_server
 from surefoot.methods.distill.settings import DistillConfig, distill_settings
 from surefoot.methods.distill.teacher import LocalTeacher, check_teacher, load_teacher
 from surefoot.methods.output_layer import nll_loss, weighted_sum
-from surefoot.methods.rollout.generator import EVALUATION, Generator, complete_prompt
+from surefoot.methods.rollout.generator import EVALUATION, Generator, complete_prompt, poll
 from surefoot.methods.rollout.setup import Rollouts
 from surefoot.methods.rollout.types import Request
 from surefoot.methods.row_method import SAMPLES_SHOWN
@@ -38,8 +38,16 @@ OWN_SEED = 0x6F776E
 """Part of the seed from which it is drawn whether a step trains on the student's completions."""
 
 
-class OwnCompletions(MicroBatch):
-    """Completions of the student, with their prompts."""
+@dataclass(frozen=True)
+class TaughtBatch(MicroBatch):
+    """Samples or completions, with what a teacher server gives for their trained tokens. Shapes: see `MicroBatch`."""
+
+    is_own: bool = field(default=False, kw_only=True)
+    """Whether they are completions of the student."""
+    likeliest_ids: Tensor | None = field(default=None, kw_only=True)
+    """int64 [N, K]; None if the teacher is in this process."""
+    likeliest_logprobs: Tensor | None = field(default=None, kw_only=True)
+    """float32 [N, K]."""
 
 
 class DistillObjective(SftObjective):
@@ -50,33 +58,21 @@ class DistillObjective(SftObjective):
         super().__init__(built, config.router_aux_loss_coef, ranks)
         self._divergence = Divergence(config.beta, config.loss_temperature)
         self._sft_weight = config.sft_weight
-        self.served: ServedTeacher | None = None
-        """The teacher, if it is on a server."""
-        self._fetched: dict[int, LikeliestTokens] = {}
-        """What the server has given for the step, by the identity of each batch."""
+        self._has_tail = config.teacher_top_k_tail
         self.teacher: Teacher = LocalTeacher(self.token_loss.predict, config, is_base_of=built.model)
-
-    def begin_step(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Ask a teacher server for the whole step. Raises: what `ServedTeacher.fetch` raises, on all ranks."""
-        batches = super().begin_step(batches)
-        fetched = self._fetch(batches) if self.served is not None else []
-        self._fetched = {id(batch): scores for batch, scores in zip(batches, fetched, strict=False)}
-        return batches
-
-    def _fetch(self, batches: Sequence[MicroBatch]) -> list[LikeliestTokens]:
-        served = self.served
-        assert served is not None
-        return self.ranks.run_or_raise_on_all(lambda: served.fetch(batches))
 
     def sum_losses(self, batch: MicroBatch) -> Tensor:
         """Return the weighted sum of the divergences, and of the negative log-likelihoods of rows' answers."""
-        scores: TeacherScores
-        if self.served is None:
+        is_own = False
+        scores: TeacherScores | None = None
+        if isinstance(batch, TaughtBatch):
+            is_own = batch.is_own
+            if batch.likeliest_ids is not None and batch.likeliest_logprobs is not None:
+                scores = LikeliestTokens(batch.likeliest_ids, batch.likeliest_logprobs, self._has_tail)
+        if scores is None:
             scores = self.teacher(batch)
-        else:
-            scores = self._fetched[id(batch)] if id(batch) in self._fetched else self._fetch([batch])[0]
         loss = divergence_loss(scores, self._divergence, batch.weights)
-        if self._sft_weight and not isinstance(batch, OwnCompletions):
+        if self._sft_weight and not is_own:
             loss = weighted_sum([(1.0, loss), (self._sft_weight, nll_loss(batch.targets, batch.weights))])
         return self.token_loss(batch, loss)
 
@@ -143,7 +139,6 @@ class Distill(Sft):
         super().load(config, train_context)
         settings, objective = distill_settings(config), train_context.objective
         assert isinstance(objective, DistillObjective)
-        objective.served = self._served
         if self._served is None and not settings.shares_base:
             objective.teacher = self._load_teacher(settings, train_context)
         if self._rollouts is not None:
@@ -157,9 +152,13 @@ class Distill(Sft):
         return ranks.run_or_raise_on_all(lambda: load_teacher(settings, train_context, None))
 
     def batches(self, position: Position, step: int, epoch: float) -> tuple[StepBatch, list[MicroBatch]]:
-        """Return samples in the order of the data, or completions of their prompts. Raises: DataError, Interrupted."""
+        """Return samples in the order of the data, or completions of their prompts.
+
+        Raises: DataError; Interrupted; StoppedOnFinding (SF801, SF806) of a server, on all ranks.
+        """
         if not self._trains_on_own(step):
-            return super().batches(position, step, epoch)
+            step_batch, batches = super().batches(position, step, epoch)
+            return step_batch, self._teach(batches)
         data, ranks = self.context.data, self.context.ranks
         ranks.run_or_raise_on_all(data.check_prepared)
         step_batch = ranks.run_or_raise_on_all(lambda: data.order.step(position))
@@ -202,9 +201,23 @@ class Distill(Sft):
         )
         local_tokens = sum(len(completion.ids) for completion in completions)
         local_truncated = sum(completion.finish == "length" for completion in completions)
+        batches = self._teach(batches)
         tokens, truncated = self.context.ranks.sum([local_tokens, local_truncated])
         metrics = {"completion_length": tokens / len(keys), "truncated_share": truncated / len(keys)}
         return batches, metrics
+
+    def _teach(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+        """Return the batches with what the teacher's server gives for them, if there is one. Collective."""
+        if self._served is None:
+            return batches
+        with self.context.phase("rollout"):
+            scores = poll(self._served.submit(batches, self.context.ranks), self.context)
+        assert scores is not None
+        pairs = zip(batches, scores, strict=True)
+        return [
+            TaughtBatch(**{**vars(batch), "likeliest_ids": each.ids, "likeliest_logprobs": each.logprobs})
+            for batch, each in pairs
+        ]
 
     def _show(self, samples: Sequence[Sample], step: int) -> None:
         """Show some completions of the first step that trains on such."""
@@ -233,16 +246,18 @@ class Distill(Sft):
 
     def evaluate(self, step: int) -> Mapping[str, float]:
         """Return the divergence on held-out rows; with `lmbda: 1` on completions of their prompts."""
-        if self._settings.lmbda < 1:
-            return super().evaluate(step)
-        held_out, train_context = self.context.data.held_out, self._train_context
-        assert held_out is not None
+        data, train_context = self.context.data, self._train_context
+        assert data.held_out is not None
         assert isinstance(train_context.objective, DistillObjective)
-        batches, metrics = self._complete(held_out, list(held_out.sample_keys()), (EVALUATION, 0), step)
+        of_completions: Mapping[str, float] = {}
+        held_out: Iterable[MicroBatch] = (batch for each in data.eval_batches() for batch in self._teach([each]))
+        if self._settings.lmbda == 1:
+            keys = list(data.held_out.sample_keys())
+            held_out, metrics = self._complete(data.held_out, keys, (EVALUATION, 0), step)
+            of_completions = {f"eval_{name}": value for name, value in metrics.items()}
         with train_context.forward_context():
-            on_device = (batch.to(train_context.device) for batch in batches)
+            on_device = (batch.to(train_context.device) for batch in held_out)
             loss, trained = train_context.objective.evaluate(on_device, self.context.stop_requested)
-        of_completions = {f"eval_{name}": value for name, value in metrics.items()}
         return {"eval_loss": loss, "eval_trained_tokens": trained, **of_completions}
 
     def end(self) -> None:
@@ -253,4 +268,4 @@ class Distill(Sft):
 
 def _collate_own(samples: Sequence[Sample], reader: PixelReader | None) -> MicroBatch:
     """Return completions as a batch; a dummy for a rank that has none left. Raises: DataError for a bad image."""
-    return OwnCompletions(**vars(collate(samples, reader) if samples else dummy_batch(reader)))
+    return TaughtBatch(**vars(collate(samples, reader) if samples else dummy_batch(reader)), is_own=True)

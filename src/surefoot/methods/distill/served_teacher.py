@@ -1,20 +1,23 @@
 """The teacher on a vLLM server: the likeliest tokens of its distribution, which one request gives for a sequence."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from surefoot.data.collate import MicroBatch
+from surefoot.distributed.process_group import World
 from surefoot.errors import ConfigError
 from surefoot.methods.distill.divergence import LikeliestTokens
 from surefoot.methods.distill.settings import DistillConfig
+from surefoot.methods.rollout.engines.request_threads import RequestThreads
 from surefoot.methods.rollout.engines.server import Server, ServerFailed
 from surefoot.methods.rollout.engines.vllm_protocol import MAX_LOGPROB, MAX_ROUNDING_ERROR
 
@@ -23,8 +26,6 @@ PROBE_TEXT = "One, two, three: 4 + 5 = 9.\nÜber 你好 "
 CHECK_S = 60.0
 """Seconds that a server has for each question before the run begins."""
 PATH = "/v1/completions"
-MAX_CONCURRENT_REQUESTS = 64
-"""Largest number of requests in flight; the server batches them as it can."""
 
 
 @dataclass(frozen=True)
@@ -56,40 +57,32 @@ class ServedTeacher:
             temperature=config.loss_temperature,
         )
 
-    def fetch(self, batches: Sequence[MicroBatch]) -> list[LikeliestTokens]:
-        """Return the teacher's likeliest tokens at the trained tokens of each batch, on its device.
+    def submit(self, batches: Sequence[MicroBatch], ranks: World) -> Callable[[float], list[LikeliestTokens] | None]:
+        """Ask for the likeliest tokens at the trained tokens of each batch; return the wait for them.
 
-        Raises: ConfigError for images; StoppedOnFinding (SF801, SF806) for a server that is late or gives something
-        else.
+        Waiting is collective, and gives None on all ranks if an answer is missing. Raises, on all ranks: ConfigError
+        for images; StoppedOnFinding (SF801, SF806) for a server that is late or gives something else.
         """
         deadline = time.monotonic() + self.timeout_s
-        sequences: list[tuple[list[int], str]] = []
-        for batch in batches:
-            if batch.vision is not None and not batch.vision.is_blank:
-                raise ConfigError(
-                    f"{batch.row_refs[0]}: the row has images, and a teacher server reads text alone. Set "
-                    "teacher_model instead of teacher_server."
-                )
-            if not batch.is_dummy:
-                parts = (ids.tolist() for ids in batch.ids[0].split(batch.lengths))
-                sequences += zip(parts, batch.row_refs, strict=True)
-        with ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS) as pool:
-            answers = iter(list(pool.map(lambda each: self._ask(each[0], each[1], deadline), sequences)))
-        return [self._collect(batch, answers) for batch in batches]
+        sequences = ranks.run_or_raise_on_all(lambda: [each for batch in batches for each in _sequences_of(batch)])
+        futures = RequestThreads[_Answer]().start([partial(self._ask, *each, deadline) for each in sequences])
+
+        def wait_for(seconds: float) -> list[LikeliestTokens] | None:
+            _, pending = wait(futures, None if seconds == inf else seconds)
+            if ranks.sum([len(pending)])[0]:
+                return None
+            answers = iter(ranks.run_or_raise_on_all(lambda: [future.result() for future in futures]))
+            return [self._collect(batch, answers) for batch in batches]
+
+        return wait_for
 
     def _collect(self, batch: MicroBatch, of_sequences: Iterator["_Answer"]) -> LikeliestTokens:
-        answers = (
-            [_nothing(self.top_k, len(batch.ids[0]))]
-            if batch.is_dummy
-            else list(islice(of_sequences, len(batch.lengths)))
-        )
+        count = 0 if batch.is_dummy else len(batch.lengths)
+        answers = list(islice(of_sequences, count)) or [_nothing(self.top_k, len(batch.ids[0]))]
         ids = torch.tensor([row for answer in answers for row in answer.ids])
         logprobs = torch.tensor([row for answer in answers for row in answer.logprobs], dtype=torch.float32)
-        predicting = batch.target_positions.cpu()
-        device = batch.ids.device
-        return LikeliestTokens(
-            ids[predicting].to(device), logprobs[predicting].to(device) / self.temperature, self.has_tail
-        )
+        at = batch.target_positions
+        return LikeliestTokens(ids[at], logprobs[at] / self.temperature, self.has_tail)
 
     def body(self, ids: Sequence[int]) -> dict[str, Any]:
         """Return the request of a sequence's log-probabilities. vLLM writes one token at least, which is not read."""
@@ -101,7 +94,7 @@ class ServedTeacher:
     def _ask(self, ids: list[int], place: str, deadline: float) -> "_Answer":
         """Return the likeliest tokens after each token of a sequence."""
         try:
-            response = self.server.post(PATH, self.body(ids), max(deadline - time.monotonic(), 0.0))
+            response = self.server.post_with_retries(PATH, self.body(ids), deadline)
         except ServerFailed as error:
             cause = f"the teacher's log-probabilities of {place} are missing: {error}"
             raise self.server.stopped("SF801", cause, timeout_s=self.timeout_s) from error
@@ -117,6 +110,19 @@ class _Answer:
 
     ids: list[list[int]]
     logprobs: list[list[float]]
+
+
+def _sequences_of(batch: MicroBatch) -> list[tuple[list[int], str]]:
+    """Return the tokens of each sequence of a batch and the place of its row. Raises: ConfigError for images."""
+    if batch.is_dummy:
+        return []
+    if batch.vision is not None and not batch.vision.is_blank:
+        raise ConfigError(
+            f"{batch.row_refs[0]}: the row has images, and a teacher server reads text alone. Set teacher_model "
+            "instead of teacher_server."
+        )
+    ids = [each.tolist() for each in batch.ids[0].split(batch.lengths)]
+    return list(zip(ids, batch.row_refs, strict=True))
 
 
 def parse_answer(response: Mapping[str, Any], ids: Sequence[int], teacher: ServedTeacher) -> _Answer:

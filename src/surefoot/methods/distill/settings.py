@@ -118,6 +118,13 @@ class DistillConfig(RolloutConfig):
             yield Contradiction(
                 f"{name}={getattr(self, name)} is not available with method: distill{suffix}. Drop it", name
             )
+        if self.max_prompt_length is not None and 0 < self.lmbda < 1:
+            yield Contradiction(
+                f"max_prompt_length={self.max_prompt_length} with lmbda={self.lmbda:g}: rows have answers, and "
+                "max_length limits them. Drop it, or set lmbda: 1",
+                "max_prompt_length",
+                "lmbda",
+            )
         if self.sft_weight and self.lmbda == 1:
             yield Contradiction(
                 f"sft_weight={self.sft_weight} with lmbda=1: no step trains on the answers of the rows. Drop it, or "

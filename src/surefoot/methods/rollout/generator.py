@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,9 +24,10 @@ from surefoot.methods.rollout.types import (
 )
 
 POLL_S = 5.0
-"""Seconds between two checks of the stop signal, with a heartbeat, in a wait for the engine."""
+"""Seconds between two checks of the stop signal, with a heartbeat, in a wait for a server."""
 EVALUATION = 1 << 32
 """Part of the seeds of evaluations; the seeds of steps have the step's number in its place."""
+T = TypeVar("T")
 
 
 class Generator:
@@ -83,7 +84,7 @@ class Generator:
         Raises: Interrupted; StoppedOnFinding (SF801, SF806).
         """
         with self._context.phase(self.engine.phase):
-            completions = self._poll(wait, inf)
+            completions = poll(wait, self._context)
         assert completions is not None
         return completions
 
@@ -91,24 +92,30 @@ class Generator:
         """Return the engine's completions; None after `timeout_s`, or `LAST_WAIT_S` after a stop signal. Collective."""
         with self._context.phase(self.engine.phase):
             try:
-                return self._poll(wait, timeout_s)
+                return poll(wait, self._context, timeout_s)
             except Interrupted:
-                return self._poll(wait, min(timeout_s, LAST_WAIT_S), ignores_signals=True)
+                return poll(wait, self._context, min(timeout_s, LAST_WAIT_S), ignores_signals=True)
 
-    def _poll(self, wait: Wait, timeout_s: float, *, ignores_signals: bool = False) -> list[Completion] | None:
-        """Return the engine's completions; None after `timeout_s`. Collective. Raises: Interrupted."""
-        left_s = timeout_s
-        while left_s > 0:
-            completions = run_interruptible(
-                self._ranks,
-                partial(wait, min(left_s, POLL_S)),
-                (lambda: False) if ignores_signals else self._context.stop_requested,
-            )
-            if completions is not None:
-                return completions
-            left_s -= POLL_S
-            self._context.emit(Heartbeat())  # the supervisor must not see a stall: the engine has its own deadline
-        return None
+
+def poll(
+    wait: Callable[[float], T | None], context: MethodContext, timeout_s: float = inf, *, ignores_signals: bool = False
+) -> T | None:
+    """Return what is waited for, with heartbeats meanwhile; None after `timeout_s`. Collective. Raises: Interrupted.
+
+    `wait`: seconds -> the result, or None on all ranks if it is not there by then; collective.
+    """
+    left_s = timeout_s
+    while left_s > 0:
+        result = run_interruptible(
+            context.ranks,
+            partial(wait, min(left_s, POLL_S)),
+            (lambda: False) if ignores_signals else context.stop_requested,
+        )
+        if result is not None:
+            return result
+        left_s -= POLL_S
+        context.emit(Heartbeat())  # the supervisor must not see a stall: what is waited for has its own deadline
+    return None
 
 
 def complete_prompt(prompt: Sequence[int], ids: Sequence[int], images: tuple[Image, ...], place: str) -> Sample:

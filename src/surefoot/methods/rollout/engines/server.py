@@ -21,6 +21,8 @@ from surefoot.system.process import describe_end, end_with_parent
 LOG_TAIL_BYTES = 3000
 LOG_READ_BYTES = 1 << 20
 """Bytes of the end of a server's log in which errors are looked for."""
+PAUSES_S = (0.5, 2.0, 5.0)
+"""Seconds before each retry of a request that the server did not take."""
 POLL_S = 0.5
 NOTICE_EVERY_S = 15.0
 """Seconds between two notices that the server is not ready yet."""
@@ -57,6 +59,21 @@ class Server:
     def post(self, path: str, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """Return the JSON of the response; any other text is returned as `{"text": ...}`. Raises: ServerFailed."""
         return self._send_request("POST", path, json.dumps(body).encode(), timeout_s)
+
+    def post_with_retries(self, path: str, body: Mapping[str, Any], deadline: float) -> dict[str, Any]:
+        """Do what `post` does; retry a request that was not taken, which changes no result. Raises: ServerFailed.
+
+        `deadline`: by `time.monotonic`.
+        """
+        for pause_s in (*PAUSES_S, None):
+            try:
+                return self.post(path, body, max(deadline - time.monotonic(), 0.0))
+            except ServerFailed as error:
+                has_time = pause_s is not None and time.monotonic() + pause_s < deadline
+                if not error.may_pass or not has_time or not self.is_running:
+                    raise
+                time.sleep(pause_s or 0.0)
+        raise AssertionError("the last attempt returns or raises")
 
     def get(self, path: str, timeout_s: float) -> dict[str, Any]:
         """Return the JSON of the response. Raises: ServerFailed."""

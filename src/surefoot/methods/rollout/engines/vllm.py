@@ -88,7 +88,7 @@ class VllmEngine:
 
     def end(self) -> None:
         """Drop queued requests at the end of the run, and remove its policies from a server that keeps running."""
-        self._client.cancel_waiting()
+        self._client.threads.cancel_waiting()
         if self._ranks.is_first:
             with suppress(StoppedOnFinding):  # the run may be over because the server has ended
                 self._wake()
