@@ -79,9 +79,14 @@ def test_a_teacher_is_a_run_an_adapter_or_a_model(distill: dict[str, Any], tmp_p
 
 
 @pytest.mark.slow
-def test_a_student_that_is_its_own_teacher_has_nothing_to_learn(distill: dict[str, Any]) -> None:
-    result = surefoot.train({**distill, "teacher_model": distill["model"], "max_steps": 2}, screen=False)
-    assert losses(result.run_folder) == [pytest.approx(0, abs=1e-6)] * 2
+def test_a_student_that_is_its_own_teacher_has_nothing_to_learn(distill: dict[str, Any], tmp_path: Path) -> None:
+    own = {**distill, "teacher_model": distill["model"], "max_steps": 2}
+    with pytest.raises(SurefootError, match="the divergence is 0 and nothing is learned"):
+        surefoot.train(own, screen=False)
+    surefoot.train({**own, "sft_weight": 1.0, "learning_rate": 0.0}, screen=False)
+    sft = {**own, "method": "sft", "learning_rate": 0.0, "output_dir": str(tmp_path / "sft")}
+    surefoot.train({name: value for name, value in sft.items() if name != "teacher_model"}, screen=False)
+    assert losses(Path(own["output_dir"])) == [pytest.approx(loss, abs=1e-6) for loss in losses(tmp_path / "sft")]
 
 
 @pytest.mark.slow
@@ -111,8 +116,9 @@ def test_rows_are_cut_on_the_right_as_in_sft(distill: dict[str, Any]) -> None:
 def test_a_share_of_the_steps_trains_on_completions(distill: dict[str, Any]) -> None:
     mixed = {"lmbda": 0.5, "max_completion_length": 6, "max_steps": 12, "sft_weight": 0.5}
     result = surefoot.train({**distill, **mixed}, screen=False)
-    own = ["completion_length" in line for line in numbers(result.run_folder) if "loss" in line]
-    assert 3 <= sum(own) <= 9
+    steps = [line for line in numbers(result.run_folder) if "loss" in line]
+    assert 3 <= sum(line["on_policy"] for line in steps) <= 9
+    assert all(("completion_length" in line) == bool(line["on_policy"]) for line in steps)
 
 
 @pytest.mark.long
@@ -198,7 +204,7 @@ def test_a_teacher_with_another_vocabulary_is_refused_before_data_are_read(
     [
         ({"teacher_model": None}, "without a teacher. Set teacher_model"),
         ({"teacher_model": "/none/such"}, "teacher_model=/none/such: .*"),
-        ({"max_completion_length": 8}, "a setting of completions, but lmbda=0"),
+        ({"top_p": 0.9}, "a setting of completions, but lmbda=0"),
         ({"lmbda": 1.0, "sft_weight": 0.1}, "no step trains on the answers"),
         ({"lmbda": 1.0, "truncation": "right"}, "would cut off the end of a prompt"),
         ({"lmbda": 0.5, "max_prompt_length": 9}, "rows have answers, and max_length limits them"),
@@ -227,10 +233,11 @@ def test_a_reward_model_is_no_teacher(distill: dict[str, Any], tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_row_without_a_question_gives_no_prompt(distill: dict[str, Any], tmp_path: Path) -> None:
+def test_a_row_without_a_question_is_found_before_the_first_step(distill: dict[str, Any], tmp_path: Path) -> None:
     data = str(write_jsonl(tmp_path / "texts.jsonl", [{"text": "one two three"}] * 8))
     with pytest.raises(SurefootError, match=r"texts\.jsonl:\d+: nothing stands before the row's answer"):
-        surefoot.train({**distill, "dataset": data, "lmbda": 0.9, "max_completion_length": 4}, screen=False)
+        surefoot.train({**distill, "dataset": data, "lmbda": 0.1, "max_completion_length": 4}, screen=False)
+    assert not (Path(distill["output_dir"]) / "metrics.jsonl").exists()
 
 
 @pytest.mark.slow
@@ -240,6 +247,7 @@ def test_the_plan_counts_the_teacher(distill: dict[str, Any]) -> None:
     size = 2 * sum(parameter.numel() for parameter in model.parameters())
     for ranks, stage, part in ((1, 2, size), (4, 2, size), (4, 3, size // 4)):
         placed = {**settings, "nproc_per_node": ranks, "zero_stage": stage}
+        placed["sft_weight"] = 1.0
         shared = surefoot.plan({**placed, "teacher_model": settings["model"]}, ["device=h100"]).forecast
         for name, phase in surefoot.plan(placed, ["device=h100"]).forecast.phases.items():
             assert phase.device_bytes - shared.phases[name].device_bytes == (0 if name == "load" else part), name

@@ -87,3 +87,27 @@ def test_a_missing_teacher_is_named() -> None:
     left_out = import_command(SWIFT.replace(" --teacher_model t", "")).left_out
     assert left_out[f"teacher_model{NOT_GIVEN}"] == "required: add it to this file"
     assert f"teacher_model{NOT_GIVEN}" not in import_command(SWIFT).left_out
+
+
+def test_notes_are_those_of_what_the_run_does() -> None:
+    """A limit of prompts is asked for where rows are prompts, and sampling is spoken of where something is sampled."""
+    notes = {lmbda: import_command(f"{SWIFT} --lmbda {lmbda}").left_out for lmbda in ("0", "0.5", "1")}
+    for name, expected in (("max_prompt_length", ["1"]), ("top_p", ["0.5", "1"])):
+        assert [lmbda for lmbda, left_out in notes.items() if f"{name}{NOT_GIVEN}" in left_out] == expected, name
+
+
+def test_what_older_trainers_and_other_placements_say_is_carried_or_told() -> None:
+    values = get_values(import_command(f"{TRL} --loss_top_k 10 --loss_add_tail false"))
+    assert (values["teacher_top_k"], values["teacher_top_k_tail"]) == (10, False)
+    left_out = import_command(f"{SWIFT} --teacher_deepspeed zero3").left_out
+    assert "zero_stage: 3 cuts the teacher" in left_out["teacher_deepspeed = zero3"]
+    with pytest.raises(ConfigError, match="name the folder of that revision as teacher_model"):
+        import_command(f"{TRL} --teacher_model_revision v2")
+
+
+def test_a_written_file_names_the_teacher_from_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there" / "t").mkdir(parents=True)
+    imported = import_command(SWIFT.replace("--teacher_model t", "--teacher_model there/t"))
+    imported.move_to(tmp_path / "there")
+    assert get_values(imported)["teacher_model"] == "t"

@@ -55,6 +55,7 @@ ALIASES: dict[str, str] = {
     **dict.fromkeys(["stop_words", "stop_strings"], "stop"),
     **dict.fromkeys(["reward_functions", "rewards"], "reward_funcs"),
     "teacher_model_name_or_path": "teacher_model",
+    "sft_alpha": "sft_weight",
     **dict.fromkeys(["teacher_model_server", "teacher_model_server_url"], "teacher_server"),
     **dict.fromkeys(["vllm_server_base_url", "vllm_base_url"], "vllm_server"),
     **dict.fromkeys(["overlong_filter"], "mask_truncated_completions"),

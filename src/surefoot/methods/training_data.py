@@ -13,7 +13,7 @@ from surefoot.config import LoadedConfig
 from surefoot.data.build_dataset import ModelInputs, check_sources, held_out_side, open_dataset, open_images
 from surefoot.data.checks import data_findings
 from surefoot.data.collate import MicroBatch, micro_batches, unpacked_batches
-from surefoot.data.dataset import Dataset, SampleKey
+from surefoot.data.dataset import Dataset, Sample, SampleKey
 from surefoot.data.image_processor import PixelReader
 from surefoot.data.inspect import DataReport, report_on
 from surefoot.data.prepare_pool import Progress
@@ -86,6 +86,12 @@ class RunData:
     def first_columns(self, position: Position) -> dict[str, object]:
         """Return the columns of rows of the chunk that is prepared first; empty if it has no sample."""
         return _collect_columns(self.train, self.order.windows_from(position)[0][0])
+
+    def first_samples(self, position: Position) -> list[Sample]:
+        """Return samples of the chunk that is prepared first."""
+        chunk = self.order.windows_from(position)[0][0]
+        numbers = self.train.chunk_samples(chunk).samples[:MAX_INSPECTED_ROWS]
+        return [self.train.sample(chunk, int(number)) for number in numbers]
 
     def held_out_columns(self) -> dict[str, object]:
         """Return the columns of held-out rows; empty without any, or if they are split from the training files."""

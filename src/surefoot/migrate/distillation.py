@@ -26,10 +26,7 @@ DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
 """Program and its method -> its further defaults. GKD of TRL 1.16 uses the temperature in sampling, not in the loss."""
 TEACHERS = ("teacher_model", "teacher_model_name_or_path")
 SERVERS = ("teacher_model_server", "teacher_model_server_url")
-NO_EFFECT = frozenset(
-    "teacher_model_init_kwargs teacher_model_type teacher_deepspeed offload_teacher_model disable_dropout "
-    "dataset_kwargs".split()
-)
+NO_EFFECT = frozenset("teacher_model_init_kwargs teacher_model_type disable_dropout dataset_kwargs".split())
 """Settings that change how the result is computed and not the result; peers turn dropout off by default."""
 
 Mapped = dict[str, Any] | None | EllipsisType
@@ -62,13 +59,20 @@ def map_distillation(run: ParsedRun, name: str, value: Any) -> Mapped:
         raise run.make_value_error(name, value, "none: give the folder of the adapter as teacher_model")
     if name == "gkd_logits_topk":  # both distributions are normalised over these tokens
         return {} if is_null(value) else {"teacher_top_k": parse_number(value), "teacher_top_k_tail": False}
+    if name == "loss_top_k":
+        return {"teacher_top_k": parse_number(value)} if parse_number(value) else {}
+    if name == "loss_add_tail":
+        return {} if value in (True, None) else {"teacher_top_k_tail": False}
+    if name == "teacher_model_revision" and not is_null(value):
+        raise run.make_value_error(name, value, "none: name the folder of that revision as teacher_model")
     if name == "sft_alpha":
         return {"sft_weight": parse_number(value)} if parse_number(value) else {}
     number = parse_number(value)
     if name in ("beta", "lmbda") and not (isinstance(number, int | float) and 0 <= number <= 1):
         raise run.make_value_error(name, value, "a number from 0 to 1")
     surefoot_name = FLAG_ALIASES[name][0] if name in FLAG_ALIASES else ALIASES.get(name, name)
-    return {} if surefoot_name in OF_ROLLOUTS and not generates(run) else ...
+    is_of_rollouts = surefoot_name in OF_ROLLOUTS or surefoot_name == "max_completion_length"
+    return {} if is_of_rollouts and not generates(run) else ...
 
 
 def generates(run: ParsedRun) -> bool:
@@ -77,7 +81,13 @@ def generates(run: ParsedRun) -> bool:
     return bool(parse_number(run.settings.get("lmbda", default)))
 
 
+def needs_prompt_limit(run: ParsedRun) -> bool:
+    """Return whether the rows of a run are prompts, which a limit of their own applies to."""
+    default = DEFAULTS.get((run.program, run.peer_method), {}).get("lmbda", 0.0)
+    return bool(parse_number(run.settings.get("lmbda", default)) == 1)
+
+
 def defaults_of(run: ParsedRun) -> dict[str, Any]:
     """Return the peer's further defaults for distillation."""
     values = DEFAULTS.get((run.program, run.peer_method), {})
-    return {name: value for name, value in values.items() if name not in OF_ROLLOUTS or generates(run)}
+    return {name: value for name, value in values.items() if name != "max_completion_length" or generates(run)}

@@ -19,6 +19,7 @@ PATHS = (
     "dataset_dir",
     "image_dir",
     "init_adapter",
+    "teacher_model",
     "chat_template",
     *DEEPSPEED_KEYS,
 )

@@ -3,7 +3,7 @@
 from math import prod
 from typing import Any
 
-from surefoot.migrate.distillation import defaults_of
+from surefoot.migrate.distillation import defaults_of, generates, needs_prompt_limit
 from surefoot.migrate.field_map import find_peer_schedule
 from surefoot.migrate.imported_run import ImportedRun
 from surefoot.migrate.parsed_run import ParsedRun
@@ -113,9 +113,9 @@ def note_peer_defaults(imported: ImportedRun) -> None:
         notes = {name: why for name, why in notes.items() if name != "train_on"}
     elif run.method != "sft":
         notes = {name: why for name, why in notes.items() if name == "nproc_per_node"}
-        if run.program == "ms-swift" and not _is_swift_3(run):
+        if run.program == "ms-swift" and not _is_swift_3(run) and (run.method != "distill" or generates(run)):
             notes["top_p"] = SWIFT_3_NOTE
-        if not _has_prompt_limit(imported):
+        if not _has_prompt_limit(imported) and (run.method != "distill" or needs_prompt_limit(run)):
             notes["max_prompt_length"] = UNCUT_PROMPTS.format(program=run.program)
     for name, why in notes.items():
         if name in explicit:

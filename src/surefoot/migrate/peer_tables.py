@@ -176,6 +176,8 @@ UNSUPPORTED = _index_by_name({
     "trained weights and their moments are float32": "pure_bf16",
     "activations stay on the GPU: gradient_checkpointing frees them": "activation_offloading",
     "name the folder of that revision as model": "model_revision",
+    "zero_stage: 3 cuts the teacher over the ranks; otherwise each holds it whole":
+        "teacher_deepspeed offload_teacher_model",
     "a completion is one turn": "max_turns multi_turn_scheduler",
     "videos are not read": "video_max_pixels video_min_pixels",
     "sequences are not split over GPUs: see sequence_parallel_size":

@@ -17,7 +17,7 @@ from surefoot.distributed.fsdp import Sharding
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.distributed.process_group import SINGLE_PROCESS, World
 from surefoot.errors import DataError
-from surefoot.events import SamplesTrained
+from surefoot.events import Notice, SamplesTrained
 from surefoot.methods.base import MethodContext, Objective, PlannedLoss, PlannedObjective, TrainContext
 from surefoot.methods.distill.divergence import Divergence, LikeliestTokens, TeacherScores, divergence_loss
 from surefoot.methods.distill.served_teacher import ServedTeacher, check_server
@@ -120,6 +120,7 @@ class Distill(Sft):
             if settings.teacher_server is None and not settings.shares_base:
                 context.ranks.local_rank0_first(lambda: check_teacher(context.loaded, context.base, settings))
             if settings.teacher_server is not None:
+                context.emit(Notice(f"asking the teacher's server at {settings.teacher_server}"))
                 vocab_size = int(load_config(context.base).get_text_config().vocab_size)
                 where = context.loaded.where("teacher_server")
                 name = context.ranks.broadcast_from_rank0(
@@ -158,13 +159,20 @@ class Distill(Sft):
         """
         if not self._trains_on_own(step):
             step_batch, batches = super().batches(position, step, epoch)
-            return step_batch, self._teach(batches)
+            metrics = {**step_batch.metrics, **({"on_policy": 0.0} if self._settings.generates else {})}
+            return replace(step_batch, metrics=metrics), self._teach(batches)
         data, ranks = self.context.data, self.context.ranks
         ranks.run_or_raise_on_all(data.check_prepared)
         step_batch = ranks.run_or_raise_on_all(lambda: data.order.step(position))
         keys = [samples[0] for samples in step_batch.sequences]
         batches, metrics = self._complete(data.train, keys, (step, 0), step)
-        return replace(step_batch, metrics={**step_batch.metrics, **metrics}), batches
+        return replace(step_batch, metrics={**step_batch.metrics, "on_policy": 1.0, **metrics}), batches
+
+    def check_data(self, position: Position) -> None:
+        """Raise DataError for a row without a prompt among those that are prepared first, if prompts are needed."""
+        if self._settings.generates:
+            for sample in self.context.data.first_samples(position):
+                self._take_prompt(sample)
 
     def _trains_on_own(self, step: int) -> bool:
         """Return whether a step trains on completions of the student."""

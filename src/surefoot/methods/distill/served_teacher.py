@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from math import inf, isfinite
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from surefoot.data.collate import MicroBatch
 from surefoot.distributed.process_group import World
-from surefoot.errors import ConfigError
+from surefoot.errors import ConfigError, StoppedOnFinding
+from surefoot.findings import Finding
 from surefoot.methods.distill.divergence import LikeliestTokens
 from surefoot.methods.distill.settings import DistillConfig
 from surefoot.methods.rollout.engines.request_threads import RequestThreads
@@ -23,9 +25,15 @@ from surefoot.methods.rollout.engines.vllm_protocol import MAX_LOGPROB, MAX_ROUN
 
 PROBE_TEXT = "One, two, three: 4 + 5 = 9.\nÜber 你好 "
 """Text that tokenizers of different families cut in different ways."""
+ANSWER_S = 10.0
+"""Seconds in which a server must list its models: one that is loading a model does not answer."""
 CHECK_S = 60.0
-"""Seconds that a server has for each question before the run begins."""
+"""Seconds that it has for each further question before the run begins."""
 PATH = "/v1/completions"
+LATE_FIX = (
+    "Start the teacher's server again, and then the same command, which goes on from the last step. If the server is "
+    "only slow, raise teacher_timeout_s."
+)
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,7 @@ class ServedTeacher:
             response = self.server.post_with_retries(PATH, self.body(ids), deadline)
         except ServerFailed as error:
             cause = f"the teacher's log-probabilities of {place} are missing: {error}"
-            raise self.server.stopped("SF801", cause, timeout_s=self.timeout_s) from error
+            raise StoppedOnFinding(Finding("SF801", cause, {"teacher_timeout_s": self.timeout_s}, LATE_FIX)) from error
         try:
             return parse_answer(response, ids, self)
         except ValueError as error:
@@ -181,12 +189,15 @@ def check_server(config: DistillConfig, tokenizer: PreTrainedTokenizerBase, voca
         return ConfigError(f"teacher_server={config.teacher_server}: {text} ({where}).")
 
     try:
-        models = server.get("/v1/models", CHECK_S)
+        models = server.get("/v1/models", ANSWER_S)
         name, limit = _choose_model(models, config.teacher_model)
         tokens = server.post(
             "/tokenize", {"model": name, "prompt": PROBE_TEXT, "add_special_tokens": False}, CHECK_S
         ).get("tokens")
-    except (ServerFailed, ValueError) as error:
+    except ServerFailed as error:
+        what = str(error)[:300].rstrip(".")
+        raise refuse(f"{what}. A vLLM server must be ready there: start it, or correct the address") from error
+    except ValueError as error:
         raise refuse(str(error).rstrip(".")) from error
     own = tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]
     if tokens != own:
@@ -219,7 +230,8 @@ def _choose_model(models: Mapping[str, Any], wanted: str | None) -> tuple[str, i
     limits = {str(entry["id"]): entry.get("max_model_len") for entry in entries}
     if wanted is None and len(limits) == 1:
         return next(iter(limits.items()))
-    if wanted in limits:
-        return wanted, limits[wanted]
+    for name, limit in limits.items():
+        if wanted is not None and wanted in (name, str(Path(name).resolve())):  # the config has folders by their path
+            return name, limit
     reason = "teacher_model names none" if wanted is None else f"it has no {wanted}"
     raise ValueError(f"{reason}; it serves {', '.join(sorted(limits)) or 'no model'}. Set teacher_model to one of them")

@@ -8,8 +8,10 @@ from pydantic import Field
 from surefoot.config.rollout import MOST_PORT, VLLM_ADDRESS, RolloutConfig
 from surefoot.config.schema import CONVERSATION, PROMPT, Contradiction, Free, ModelBeside, RowKind, RunConfig
 
-OF_ROLLOUTS = frozenset(RolloutConfig.model_fields) - frozenset(RunConfig.model_fields) - {"temperature"}
-"""Settings that have no effect without completions of the student."""
+OF_ROLLOUTS = (
+    frozenset(RolloutConfig.model_fields) - frozenset(RunConfig.model_fields) - {"temperature", "max_completion_length"}
+)
+"""Settings that are refused without completions of the student. A limit of their length may stay when `lmbda` is 0."""
 
 
 class DistillConfig(RolloutConfig):
@@ -139,6 +141,15 @@ class DistillConfig(RolloutConfig):
                 "method=distill without a teacher. Set teacher_model to a model, or teacher_server to the address of "
                 "a vLLM server",
                 "method",
+            )
+        has_noise = self.tuning == "lora" and self.lora_dropout > 0
+        is_student = self.teacher_server is None and self.teacher_model == self.model
+        if is_student and self.init_adapter is None and not self.sft_weight and not has_noise:
+            yield Contradiction(
+                "teacher_model is the model that training begins with, so the divergence is 0 and nothing is learned. "
+                "Name another teacher, or set init_adapter or sft_weight",
+                "teacher_model",
+                "model",
             )
         if not self.teacher_top_k_tail and not self.teacher_top_k:
             yield Contradiction(
