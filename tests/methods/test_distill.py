@@ -199,6 +199,17 @@ def test_a_teacher_with_another_vocabulary_is_refused_before_data_are_read(
         assert ("its vocabulary is another one" in examined.stdout) == bool(status)
 
 
+def test_a_teacher_that_cannot_see_the_longest_samples_is_refused(
+    distill: dict[str, Any], teacher: Path, tmp_path: Path
+) -> None:
+    def shorten(values: dict[str, Any]) -> None:
+        values["max_position_embeddings"] = 100
+
+    short = copy_with(teacher, tmp_path / "short", "config.json", shorten)
+    with pytest.raises(ConfigError, match="it can see 100 tokens, and max_length=128 allow samples of 128"):
+        surefoot.train({**distill, "teacher_model": str(short)}, screen=False)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -251,6 +262,9 @@ def test_the_plan_counts_the_teacher(distill: dict[str, Any]) -> None:
         shared = surefoot.plan({**placed, "teacher_model": settings["model"]}, ["device=h100"]).forecast
         for name, phase in surefoot.plan(placed, ["device=h100"]).forecast.phases.items():
             assert phase.device_bytes - shared.phases[name].device_bytes == (0 if name == "load" else part), name
+    offloaded = {**settings, "nproc_per_node": 4, "zero_stage": 3, "offload": "cpu"}
+    at_rest = surefoot.plan(offloaded, ["device=h100"]).forecast.phases["save"]
+    assert ("teacher" in at_rest.device, at_rest.host["teacher"]) == (False, size // 4)
     missing = surefoot.plan({**settings, "teacher_model": "some/where"}, ["device=h100"]).as_text()
     assert "the teacher some/where is not on this machine" in missing
 

@@ -209,6 +209,7 @@ class _SumOverChunks(torch.autograd.Function):
             sums.append(value)
             if gradients is not None and d_logits is not None:
                 gradients.add(chunk, d_logits)
+            del d_logits  # before the next chunk has logits
         ctx.gradients = gradients.as_types_of(hidden, weight, bias) if gradients is not None else []
         return torch.stack(sums).sum()
 
@@ -233,6 +234,7 @@ class _SumOfLogits(torch.autograd.Function):
             sums.append(value)
             if d_logits is not None and ctx.gradient is not None:
                 ctx.gradient[chunk] = d_logits
+            del d_logits  # before the next chunk has logits
         return torch.stack(sums).sum()
 
     @staticmethod

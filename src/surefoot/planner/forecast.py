@@ -191,6 +191,7 @@ def forecast(
         rollout=_plan_rollout(run, sequences, step, dtype),
         server=server,
         models_beside=_count_models_beside(run, layout, dtype),
+        sharded_beside=frozenset(model.role for model in run.models_beside if model.is_sharded),
     )
     dispatched = trace.exchanged_bytes * (layout.expert_parallel - 1) // layout.expert_parallel
     sent = model.count_sent_bytes(micro_batches) + micro_batches * dispatched

@@ -95,6 +95,8 @@ class RankSetup:
     server: Server | None = None
     models_beside: Mapping[str, int] = field(default_factory=dict)
     """Bytes of the models that the rank holds beside the trained one, by role."""
+    sharded_beside: frozenset[str] = frozenset()
+    """Roles of those that are cut over the ranks."""
 
 
 def forecast_memory(model: ShardedModel, trace: Trace, setup: RankSetup) -> dict[str, Owners]:
@@ -133,7 +135,7 @@ def forecast_memory(model: ShardedModel, trace: Trace, setup: RankSetup) -> dict
     phases["export"] = Owners({**at_rest, **written.device}, {**process, **written.host})
     if setup.server is not None:
         _add_server(phases, setup.server)
-    return {name: _place_owners(owners, model, is_on_gpu=setup.is_on_gpu) for name, owners in phases.items()}
+    return {name: _place_owners(owners, model, setup) for name, owners in phases.items()}
 
 
 def _count_step(model: ShardedModel, trace: Trace, *, is_on_gpu: bool) -> dict[str, int]:
@@ -200,14 +202,14 @@ def _count_written_weights(model: ShardedModel, *, is_full: bool) -> Owners:
     return Owners({"tensor that is gathered": gathered}, {"weights that are written": held})
 
 
-def _place_owners(owners: Owners, model: ShardedModel, *, is_on_gpu: bool) -> Owners:
+def _place_owners(owners: Owners, model: ShardedModel, setup: RankSetup) -> Owners:
     """Return the owners with their memory on its device: on a CPU all is host memory, and offloaded state is too."""
     device, host = dict(owners.device), dict(owners.host)
-    if not is_on_gpu:
+    if not setup.is_on_gpu:
         device, host = {}, {**host, **device}
     elif model.layout.offload:
         offloaded = {"trained weights", "LoRA weights", "optimizer", "gradients"}
-        offloaded |= {"frozen weights"} if model.layout.zero_stage == 3 else set()
+        offloaded |= {"frozen weights", *setup.sharded_beside} if model.layout.zero_stage == 3 else set()
         host |= {name: size for name, size in device.items() if name in offloaded}
         device = {name: size for name, size in device.items() if name not in offloaded}
     return Owners(*({name: size for name, size in place.items() if size} for place in (device, host)))

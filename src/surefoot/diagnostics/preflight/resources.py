@@ -168,7 +168,7 @@ def check_lengths(context: CheckContext) -> Result:
     if rollout_settings(run) is not None:
         longest = run.max_row_tokens + run.max_added_tokens
         summary = f"a prompt of {run.max_row_tokens} tokens and a completion of {run.max_added_tokens}"
-        settings = ["max_prompt_length", "max_completion_length"]
+        settings = ["max_prompt_length" if run.row.is_prompt else "max_length", "max_completion_length"]
     room = run.max_row_tokens - TEXT_BESIDE_IMAGES_TOKENS
     most_pixels, side = _read_image_limits(run)
     tokens = most_pixels // side**2

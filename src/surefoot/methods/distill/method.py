@@ -1,7 +1,8 @@
 """Distillation: each next token's distribution comes closer to a teacher's, on the rows or on completions."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,8 +33,6 @@ from surefoot.methods.sft.method import Sft, SftObjective
 from surefoot.models.build import BuiltModel, load_config
 from surefoot.models.resolve_model import folder_here, may_be_fetched
 
-Teacher = Callable[[MicroBatch], TeacherScores]
-"""The teacher's distribution at the trained tokens of a batch. Collective."""
 OWN_SEED = 0x6F776E
 """Part of the seed from which it is drawn whether a step trains on the student's completions."""
 
@@ -59,7 +58,8 @@ class DistillObjective(SftObjective):
         self._divergence = Divergence(config.beta, config.loss_temperature)
         self._sft_weight = config.sft_weight
         self._has_tail = config.teacher_top_k_tail
-        self.teacher: Teacher = LocalTeacher(self.token_loss.predict, config, is_base_of=built.model)
+        self.teacher: LocalTeacher | None = LocalTeacher(self.token_loss.predict, config, is_base_of=built.model)
+        """The teacher in this process; None if it is on a server."""
 
     def sum_losses(self, batch: MicroBatch) -> Tensor:
         """Return the weighted sum of the divergences, and of the negative log-likelihoods of rows' answers."""
@@ -70,11 +70,15 @@ class DistillObjective(SftObjective):
             if batch.likeliest_ids is not None and batch.likeliest_logprobs is not None:
                 scores = LikeliestTokens(batch.likeliest_ids, batch.likeliest_logprobs, self._has_tail)
         if scores is None:
+            assert self.teacher is not None, "a batch without what the teacher's server gives for it"
             scores = self.teacher(batch)
         loss = divergence_loss(scores, self._divergence, batch.weights)
         if self._sft_weight and not is_own:
             loss = weighted_sum([(1.0, loss), (self._sft_weight, nll_loss(batch.targets, batch.weights))])
-        return self.token_loss(batch, loss)
+        total = self.token_loss(batch, loss)
+        if self.teacher is not None:
+            self.teacher.free()
+        return total
 
 
 class Distill(Sft):
@@ -140,12 +144,14 @@ class Distill(Sft):
         super().load(config, train_context)
         settings, objective = distill_settings(config), train_context.objective
         assert isinstance(objective, DistillObjective)
-        if self._served is None and not settings.shares_base:
+        if self._served is not None:
+            objective.teacher = None
+        elif not settings.shares_base:
             objective.teacher = self._load_teacher(settings, train_context)
         if self._rollouts is not None:
             self._generator = self._rollouts.load(settings, train_context)
 
-    def _load_teacher(self, settings: DistillConfig, train_context: TrainContext) -> Teacher:
+    def _load_teacher(self, settings: DistillConfig, train_context: TrainContext) -> LocalTeacher:
         ranks = self.context.ranks
         layout = replace(Layout.of(settings, ranks.size), expert_parallel=1)
         if settings.zero_stage == 3 and layout.is_sharded:  # reading its weights is collective
@@ -158,7 +164,7 @@ class Distill(Sft):
         Raises: DataError; Interrupted; StoppedOnFinding (SF801, SF806) of a server, on all ranks.
         """
         if not self._trains_on_own(step):
-            step_batch, batches = super().batches(position, step, epoch)
+            step_batch, batches = self._read_rows(position, step, epoch)
             metrics = {**step_batch.metrics, **({"on_policy": 0.0} if self._settings.generates else {})}
             return replace(step_batch, metrics=metrics), self._teach(batches)
         data, ranks = self.context.data, self.context.ranks
@@ -167,6 +173,12 @@ class Distill(Sft):
         keys = [samples[0] for samples in step_batch.sequences]
         batches, metrics = self._complete(data.train, keys, (step, 0), step)
         return replace(step_batch, metrics={**step_batch.metrics, "on_policy": 1.0, **metrics}), batches
+
+    def _read_rows(self, position: Position, step: int, epoch: float) -> tuple[StepBatch, list[MicroBatch]]:
+        """Return samples in the order of the data. An error of one rank is raised on all if a server is asked next."""
+        read = partial(super().batches, position, step, epoch)
+        is_agreed = self._served is None or self.context.data.reader is not None  # with images it is raised on all
+        return read() if is_agreed else self.context.ranks.run_or_raise_on_all(read)
 
     def check_data(self, position: Position) -> None:
         """Raise DataError for a row without a prompt among those that are prepared first, if prompts are needed."""
@@ -218,8 +230,11 @@ class Distill(Sft):
         """Return the batches with what the teacher's server gives for them, if there is one. Collective."""
         if self._served is None:
             return batches
-        with self.context.phase("rollout"):
-            scores = poll(self._served.submit(batches, self.context.ranks), self.context)
+        try:
+            with self.context.phase("rollout"):
+                scores = poll(self._served.submit(batches, self.context.ranks), self.context)
+        finally:
+            self._served.threads.cancel_waiting()
         assert scores is not None
         pairs = zip(batches, scores, strict=True)
         return [
@@ -228,13 +243,17 @@ class Distill(Sft):
         ]
 
     def _show(self, samples: Sequence[Sample], step: int) -> None:
-        """Show some completions of the first step that trains on such."""
-        if self._has_shown_completions or not self.context.ranks.is_first:
+        """Show some completions of the first step that trains on such. Collective."""
+        if self._has_shown_completions:
             return
         self._has_shown_completions = True
-        if not any(map(self._trains_on_own, range(step))):
-            shown = tuple(self.describe_sample(sample) for sample in samples[:SAMPLES_SHOWN])
-            self.context.emit(SamplesTrained(step + 1, shown))
+        if any(map(self._trains_on_own, range(step))):
+            return
+        shown = tuple(self.describe_sample(sample) for sample in samples[:SAMPLES_SHOWN])
+        # Rank 0 writes the event, and its error is raised on all ranks.
+        self.context.ranks.run_or_raise_on_all(
+            lambda: self.context.emit(SamplesTrained(step + 1, shown)), names_rank=False
+        )
 
     def _take_prompt(self, sample: Sample) -> Sample:
         """Return a row's prompt: all before its last answer. Raises: DataError for a row without one."""
@@ -245,7 +264,7 @@ class Distill(Sft):
         if not len(begins):
             raise DataError(
                 f"{sample.place}: nothing stands before the row's answer, so the student has no prompt to complete. "
-                "Give the row a question, or set lmbda: 0."
+                "Give the row a question (or raise max_length, if truncation: left has cut it off), or set lmbda: 0."
             )
         ids = sample.ids[: begins[-1] + 1]
         reader = self.context.data.reader
@@ -253,7 +272,7 @@ class Distill(Sft):
         return replace(sample, ids=ids, weights=sample.weights[: len(ids)], images=images)
 
     def evaluate(self, step: int) -> Mapping[str, float]:
-        """Return the divergence on held-out rows; with `lmbda: 1` on completions of their prompts."""
+        """Return the loss on held-out rows; with `lmbda: 1` on completions of their prompts."""
         data, train_context = self.context.data, self._train_context
         assert data.held_out is not None
         assert isinstance(train_context.objective, DistillObjective)

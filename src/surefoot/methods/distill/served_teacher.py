@@ -3,11 +3,10 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from math import inf, isfinite
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,6 +49,7 @@ class ServedTeacher:
     has_tail: bool = True
     temperature: float = 1.0
     """Temperature of the loss; 1 unless the distribution is normalised over its likeliest tokens."""
+    threads: "RequestThreads[_Answer]" = field(default_factory=RequestThreads)
 
     @classmethod
     def of(cls, config: DistillConfig, name: str, vocab_size: int) -> "ServedTeacher":
@@ -73,7 +73,7 @@ class ServedTeacher:
         """
         deadline = time.monotonic() + self.timeout_s
         sequences = ranks.run_or_raise_on_all(lambda: [each for batch in batches for each in _sequences_of(batch)])
-        futures = RequestThreads[_Answer]().start([partial(self._ask, *each, deadline) for each in sequences])
+        futures = self.threads.start([partial(self._ask, *each, deadline) for each in sequences])
 
         def wait_for(seconds: float) -> list[LikeliestTokens] | None:
             _, pending = wait(futures, None if seconds == inf else seconds)
@@ -231,7 +231,8 @@ def _choose_model(models: Mapping[str, Any], wanted: str | None) -> tuple[str, i
     if wanted is None and len(limits) == 1:
         return next(iter(limits.items()))
     for name, limit in limits.items():
-        if wanted is not None and wanted in (name, str(Path(name).resolve())):  # the config has folders by their path
+        # The config has a folder that is here by its whole path.
+        if wanted is not None and (wanted == name or wanted.endswith(f"/{name.removeprefix('./')}")):
             return name, limit
     reason = "teacher_model names none" if wanted is None else f"it has no {wanted}"
     raise ValueError(f"{reason}; it serves {', '.join(sorted(limits)) or 'no model'}. Set teacher_model to one of them")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from math import inf
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from surefoot.config import LoadedConfig
 from surefoot.data.collate import MicroBatch
-from surefoot.distributed.fsdp import Sharding
+from surefoot.distributed.fsdp import Sharding, reshard
 from surefoot.errors import ConfigError, ModelError
 from surefoot.methods.base import TrainContext
 from surefoot.methods.distill.divergence import AllTokens
@@ -19,6 +20,7 @@ from surefoot.methods.token_loss import TokenLoss
 from surefoot.models.frozen_model import FrozenFiles, find_frozen, load_frozen, read_for_base
 from surefoot.models.lora import disable_adapter
 from surefoot.models.pretrained import load_config, load_tokenizer, load_tokenizer_of, meta_model
+from surefoot.models.resolve_model import longest_context
 
 OF_IMAGES = ("patch_size", "spatial_merge_size", "temporal_patch_size", "image_size")
 """Settings of a vision tower by which an image becomes tokens."""
@@ -32,10 +34,12 @@ class LocalTeacher:
         predict: Callable[[MicroBatch], ChunkedLogits],
         config: DistillConfig,
         *,
+        model: torch.nn.Module | None = None,
         is_base_of: torch.nn.Module | None = None,
     ) -> None:
-        """`is_base_of`: the trained model, if the teacher is what it is without its adapter."""
+        """`model`: a model of its own. `is_base_of`: the trained model, without whose adapter it is the teacher."""
         self._predict = predict
+        self._model = model
         self._config = config
         self._trained = is_base_of
 
@@ -44,6 +48,11 @@ class LocalTeacher:
         with disable_adapter(self._trained) if self._trained is not None else nullcontext():
             return AllTokens(self._predict(batch), self._config.teacher_top_k, self._config.teacher_top_k_tail)
 
+    def free(self) -> None:
+        """Free gathered weights of a model of its own, once what it gave for a batch is used."""
+        if self._model is not None:
+            reshard(self._model)
+
 
 def load_teacher(config: DistillConfig, train_context: TrainContext, sharding: Sharding | None) -> LocalTeacher:
     """Load the teacher that the config names. Collective. Raises: ModelError on this rank."""
@@ -51,7 +60,7 @@ def load_teacher(config: DistillConfig, train_context: TrainContext, sharding: S
     files = find_frozen(config.teacher_model)
     dtype = getattr(torch, config.dtype)
     model = load_frozen(files.base, files.adapter, device=train_context.device, dtype=dtype, sharding=sharding)
-    return LocalTeacher(TokenLoss(model).predict, config)
+    return LocalTeacher(TokenLoss(model).predict, config, model=model)
 
 
 def check_teacher(loaded: LoadedConfig, base: Path, config: DistillConfig) -> None:
@@ -65,11 +74,27 @@ def check_teacher(loaded: LoadedConfig, base: Path, config: DistillConfig) -> No
         meta_model(files.base)
         if files.adapter is not None:
             read_for_base(files.adapter, files.base)
-        problems = [*_compare_images(base, files.base), *_compare_tokens(base, files)]
+        problems = [
+            *_compare_images(base, files.base),
+            *_compare_tokens(base, files),
+            *_check_context(base, files.base, config),
+        ]
     except ModelError as error:
         raise ConfigError(f"teacher_model={config.teacher_model}: {str(error).removesuffix('.')} ({where}).") from error
     if problems:
         raise ConfigError(f"teacher_model={config.teacher_model}: {problems[0]} ({where}).")
+
+
+def _check_context(student: Path, teacher: Path, config: DistillConfig) -> Iterator[str]:
+    """Yield why a teacher cannot read the longest samples that the student reads; packs may be longer."""
+    own, context = (longest_context(load_config(base).get_text_config().to_dict()) for base in (student, teacher))
+    longest = min(config.max_row_tokens + config.max_added_tokens, own or inf)
+    if context is not None and longest > context:
+        added = f" and max_completion_length={config.max_added_tokens}" if config.max_added_tokens else ""
+        yield (
+            f"it can see {context} tokens, and {config.row_limit_setting}={config.max_row_tokens}{added} allow samples "
+            f"of {longest}. Lower them"
+        )
 
 
 def _compare_images(student: Path, teacher: Path) -> Iterator[str]:
