@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import surefoot
 from surefoot.errors import ConfigError, StoppedOnFinding, SurefootError
+from surefoot.methods.base import Interrupted
+from surefoot.methods.distill import method
+from surefoot.methods.distill.served_teacher import ServedTeacher
+from surefoot.methods.rollout.engines import request_threads
 from surefoot.methods.rollout.engines.server import Server
 from surefoot.models.resolve_model import resolve_model
 from tests.support.data import write_jsonl
@@ -188,6 +193,33 @@ def test_a_server_that_fails_later_ends_the_run_with_a_checkpoint(
     assert stopped.value.finding.code == code
     assert len(losses(Path(served["output_dir"]))) == 1
     assert (Path(served["output_dir"]) / "checkpoints").is_dir()
+
+
+@pytest.mark.slow
+def test_a_stop_while_the_server_is_asked_sends_no_more_requests(
+    serve: Callable[[str], str], served: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request at a time, and in the second step the server takes the first of seven for half a minute."""
+    teachers: list[ServedTeacher] = []
+    make = ServedTeacher.of
+
+    def make_and_keep(*arguments: Any) -> ServedTeacher:
+        teachers.append(make(*arguments))
+        return teachers[-1]
+
+    calls, wait = count(), method.poll
+
+    def stop_in_second_step(*arguments: Any) -> Any:
+        if next(calls):
+            raise Interrupted
+        return wait(*arguments)
+
+    monkeypatch.setattr(ServedTeacher, "of", make_and_keep)
+    monkeypatch.setattr(request_threads, "MAX_CONCURRENT_REQUESTS", 1)
+    monkeypatch.setattr(method, "poll", stop_in_second_step)
+    result = surefoot.train({**served, "teacher_server": serve("late")}, screen=False)
+    assert (result.status, result.steps) == ("interrupted", 1)
+    assert all(teacher.threads._waiting.empty() for teacher in teachers)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from surefoot.config.aliases import NOT_HERE
 from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
 from surefoot.config.methods import known_fields, method_names
 from surefoot.errors import ConfigError
-from surefoot.migrate.distillation import NAMES as DISTILLATION
+from surefoot.migrate.distillation import PEER_METHODS
 from surefoot.migrate.drop_invalid import drop_invalid_settings
 from surefoot.migrate.field_map import (
     TRACKERS,
@@ -115,7 +115,7 @@ def _start_import(imported: ImportedRun) -> None:
             imported.settings["packing"] = (True, f"stage pt of {run.program}")
     if run.method == "rm":
         run.method = "reward"
-    if run.method in DISTILLATION:
+    if run.method in PEER_METHODS:
         run.peer_method, run.method = run.method, "distill"
     if run.method in ("grpo", "rloo"):
         join_reward_models(run)

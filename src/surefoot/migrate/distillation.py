@@ -11,8 +11,8 @@ from surefoot.methods.distill.settings import OF_ROLLOUTS
 from surefoot.migrate.parsed_run import ParsedRun
 from surefoot.migrate.values import is_null, parse_number
 
-NAMES = {"gkd": "GKD", "distillation": "distillation on own completions"}
-"""Method of a peer that is `distill` -> what it is, for messages."""
+PEER_METHODS = ("gkd", "distillation")
+"""Methods of peers that are `distill` here."""
 DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
     ("ms-swift", "gkd"): {"beta": 0.5, "lmbda": 0.5, "temperature": 0.9, "max_completion_length": 512},
     ("TRL", "gkd"): {
@@ -77,14 +77,17 @@ def map_distillation(run: ParsedRun, name: str, value: Any) -> Mapped:
 
 def generates(run: ParsedRun) -> bool:
     """Return whether some steps of a run train on the student's completions."""
-    default = DEFAULTS.get((run.program, run.peer_method), {}).get("lmbda", 0.0)
-    return bool(parse_number(run.settings.get("lmbda", default)))
+    return bool(_share_of_completions(run))
 
 
 def needs_prompt_limit(run: ParsedRun) -> bool:
     """Return whether the rows of a run are prompts, which a limit of their own applies to."""
+    return bool(_share_of_completions(run) == 1)
+
+
+def _share_of_completions(run: ParsedRun) -> Any:
     default = DEFAULTS.get((run.program, run.peer_method), {}).get("lmbda", 0.0)
-    return bool(parse_number(run.settings.get("lmbda", default)) == 1)
+    return parse_number(run.settings.get("lmbda", default))
 
 
 def defaults_of(run: ParsedRun) -> dict[str, Any]:

@@ -113,7 +113,8 @@ class Distill(Sft):
     def planned_loss(cls, run: RunConfig) -> PlannedLoss:
         """Return the loss, with a teacher of the student's own size."""
         settings = distill_settings(run)
-        key = (settings.router_aux_loss_coef, settings.teacher_top_k, settings.beta, bool(settings.sft_weight))
+        tokens = (settings.teacher_top_k, settings.teacher_top_k_tail)
+        key = (settings.router_aux_loss_coef, tokens, settings.beta, bool(settings.sft_weight))
         length = settings.max_completion_length if settings.lmbda == 1 else run.max_length - 1
         return PlannedObjective(cls, run, key, length)
 

@@ -39,8 +39,8 @@ class DistillConfig(RolloutConfig):
     divergence_temperature: float | None = Field(default=None, ge=0.01)
     """Divisor of both models' logits in the loss. Default: `temperature`."""
     beta: float = Field(default=0.5, ge=0, le=1)
-    """What is minimised, for a student q and a teacher p. 0: the forward divergence KL(p || q). 1: the reverse
-    KL(q || p). Between: the generalised Jensen-Shannon divergence, beta KL(p || m) + (1 - beta) KL(q || m) with
+    """Divergence of a student q from a teacher p that is minimised. 0: the forward divergence KL(p || q). 1: the
+    reverse KL(q || p). Between: the generalised Jensen-Shannon divergence, beta KL(p || m) + (1 - beta) KL(q || m) with
     m = beta p + (1 - beta) q."""
     lmbda: float = Field(default=0.0, ge=0, le=1)
     """Share of the steps that train on completions of the student itself (on-policy), drawn from (seed, step); the
