@@ -22,6 +22,11 @@ TYPOS = {
     "leading space": (" dataset: train.jsonl", "dataset: train.jsonl"),
     "colon in a value": ("dataset: a: b", "dataset: 'a: b'"),
     "full-width comma": ("target_modules: [attention，experts]", "[attention, experts]"),
+    "Chinese enumeration comma": ("target_modules: [attention、experts]", "[attention, experts]"),
+    "Chinese quotes": ("dataset: “train.jsonl”", '"train.jsonl"'),
+    "corner brackets": ("dataset: 「train.jsonl」", '"train.jsonl"'),
+    "full-width minus": ("learning_rate: 1e－4", "1e-4"),
+    "full-width digits": ("max_steps: １０", "10"),
 }
 """(line, corrected line) of each typo."""
 

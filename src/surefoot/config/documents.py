@@ -7,6 +7,7 @@ and as often as a file asks for. This module is the only place that reads such t
 import datetime
 import json
 import re
+import unicodedata
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
@@ -27,7 +28,10 @@ MOST_VALUES = 20_000
 """Largest number of values in a file. A value behind an alias counts at each of its uses."""
 MOST_BITS = 63
 """Number of bits of the largest integer; larger ones fit no tensor."""
-FULL_WIDTH_COMMA = "\uff0c"
+CHINESE_COMMAS = re.compile("[\uff0c\u3001]\\s*")
+QUOTED_OTHERWISE = re.compile("[\u2018\u201c\u300c](.*)[\u2019\u201d\u300d]", re.DOTALL)
+"""A text in typographic or Chinese quotes, which are part of the text to YAML."""
+NUMBER = re.compile(r"[-+]?\d+(\.\d*)?([eE][-+]?\d+)?")
 SHOWN_CHARACTERS = 80
 YAML_1_1_NUMBER = re.compile(r"[-+]?(0[0-7_]+$|[0-9_]+:)")
 """Octal numbers that begin with 0, and base-60 numbers such as times: few who write them mean them."""
@@ -77,9 +81,21 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
-        """Compose a text, and join surrogate pairs (as JSON writers escape an emoji) to the character they encode."""
+        """Compose a text, and join surrogate pairs (as JSON writers escape an emoji) to the character they encode.
+
+        Raises: _Refused for a text in quotes that are none to YAML, and for a number in full-width characters.
+        """
         node = super().compose_scalar_node(anchor)
         node.value = node.value.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+        if node.style is None and not node.value.isascii():
+            if quoted := QUOTED_OTHERWISE.fullmatch(node.value):
+                text = json.dumps(shorten(quoted[1], quote=False), ensure_ascii=False)
+                raise _Refused(
+                    f"the quotes in {shorten(node.value, quote=False)} are part of the text to YAML. Write `{text}`",
+                    node.start_mark,
+                )
+            if NUMBER.fullmatch(number := unicodedata.normalize("NFKC", node.value)):
+                raise _Refused(f"{node.value} has full-width characters. Write `{number}`", node.start_mark)
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
@@ -104,12 +120,12 @@ class _Loader(yaml.SafeLoader):
         return value
 
     def construct_sequence(self, node: yaml.Node, deep: bool = False) -> list[Any]:
-        """Construct a list. Raises: _Refused for items in brackets that full-width commas separate."""
+        """Construct a list. Raises: _Refused for items in brackets that Chinese commas separate."""
         for item in node.value if isinstance(node, yaml.SequenceNode) and node.flow_style else ():
-            if isinstance(item, yaml.ScalarNode) and item.style is None and FULL_WIDTH_COMMA in item.value:
-                items = shorten(item.value.replace(FULL_WIDTH_COMMA, ", "), quote=False)
+            if isinstance(item, yaml.ScalarNode) and item.style is None and CHINESE_COMMAS.search(item.value):
+                items = shorten(CHINESE_COMMAS.sub(", ", item.value), quote=False)
                 raise _Refused(
-                    f"the full-width comma in {shorten(item.value)} separates no items. Write `[{items}]`, or put a "
+                    f"the Chinese comma in {shorten(item.value)} separates no items. Write `[{items}]`, or put a "
                     "text in quotes",
                     item.start_mark,
                 )
