@@ -93,6 +93,17 @@ def test_findings_of_the_supervisor_are_in_the_result(settings: dict[str, Any]) 
     assert again.findings == result.findings
 
 
+def test_a_callback_that_cannot_be_called_is_refused(settings: dict[str, Any]) -> None:
+    class Callback:
+        """As other trainers have them."""
+
+        def on_step_end(self) -> None: ...
+
+    with pytest.raises(ConfigError, match=r"callbacks: a Callback cannot be called"):
+        surefoot.train(settings, screen=False, callbacks=[Callback()])  # type: ignore[list-item]
+    assert not Path(settings["output_dir"]).exists()
+
+
 def test_an_exception_in_a_callback_ends_the_run(settings: dict[str, Any]) -> None:
     def stop(event: Event) -> None:
         if isinstance(event, StepEnded):

@@ -63,7 +63,14 @@ def train(
     Raises: surefoot.errors.SurefootError: StoppedOnFinding, with the finding, if a check says that the run cannot work.
     """
     from surefoot.data.given_rows import load_given
+    from surefoot.errors import ConfigError
 
+    for callback in callbacks:
+        if not callable(callback):
+            raise ConfigError(
+                f"callbacks: a {type(callback).__name__} cannot be called. Callbacks are functions that are called "
+                "with each event: def stop(event): ... (surefoot.events)"
+            )
     loaded = load_given(config, overrides, settings)
     if loaded.run.preflight and is_local_leader():
         from surefoot.diagnostics.doctor import check_start

@@ -138,6 +138,8 @@ def test_peers_names_and_values(tmp_path: Path, text: str, field: str, value: An
         ("learning_rate: .nan\n", r"learning_rate=nan"),
         ("packing: 1\n", r"packing=1: .*boolean"),
         ("method: prm\n", r"method='prm': .*'sft'"),
+        ("method: ppo\n", r"method='ppo': there is no PPO here. `method: grpo`"),
+        ("method: simpo\n", r"method='simpo': write `method: dpo` with `loss_type: simpo`"),
         ("model: other\n", r"'model' .*some/model \(run\.yaml:1\).* other \(run\.yaml:4\)"),
         (
             "base_model: other\n",
@@ -175,6 +177,11 @@ def test_bad_values_say_what_and_where(tmp_path: Path, text: str, message: str) 
         ("warmup_steps: 3\nwarmup_ratio: 0.1\n", r"warmup_steps .*warmup_ratio .*\(run\.yaml:4, run\.yaml:5\)"),
         ("max_steps: 3\nnum_train_epochs: 1\n", r"max_steps .*num_train_epochs .*\(run\.yaml:4, run\.yaml:5\)"),
         ("eval_steps: 5\n", r"eval_steps=5 .*eval_dataset .*eval_fraction"),
+        ("truncation: split\n", r"set train_on: all, with method: sft"),
+        ("truncation: split\ntrain_on: all\nmethod: orpo\n", r"set train_on: all, with method: sft"),
+        ("evals_per_epoch: 2\n", r"evals_per_epoch=2 .*eval_dataset .*eval_fraction"),
+        ("saves_per_epoch: 2\nsave_steps: 50\n", r"save_steps and saves_per_epoch set the same. Keep one"),
+        ("eval_fraction: 0.1\neval_steps: 5\nevals_per_epoch: 1\n", r"eval_steps and evals_per_epoch set the same"),
         ("target_modules: []\n", "target_modules .*empty"),
         ("target_modules: '.*(q_proj'\n", r"target_modules=.*unterminated.*\(.*run\.yaml:\d+\)"),
         (
@@ -299,6 +306,33 @@ def test_changed_fields_are_those_that_enter_the_numbers(tmp_path: Path) -> None
     assert "global_batch_size: 8" in sequences
 
 
+@pytest.mark.parametrize(
+    ("text", "planned"),
+    [
+        ("max_steps: 250\n", 3),
+        ("max_steps: 100\n", 1),
+        ("num_train_epochs: 2\n", None),
+        ("save_steps: 0\n", 0),
+        ("num_train_epochs: 2.5\nsaves_per_epoch: 2\n", 5),
+        ("num_train_epochs: 0.4\nsaves_per_epoch: 1\n", 1),
+        ("max_steps: 100\nsaves_per_epoch: 1\n", None),
+    ],
+)
+def test_the_number_of_checkpoints_follows_from_the_length_of_a_run(
+    tmp_path: Path, text: str, planned: int | None
+) -> None:
+    assert load(tmp_path, text).planned_checkpoints == planned
+
+
+def test_parts_of_an_epoch_end_in_the_step_that_reaches_them(tmp_path: Path) -> None:
+    run = load(tmp_path, "saves_per_epoch: 4\n")
+    ends = [number / 10 for number in range(31)]  # ten steps an epoch
+    saved = [step for step in range(1, 31) if run.saves_after(step, ends[step - 1], ends[step])]
+    assert saved == [3, 5, 8, 10, 13, 15, 18, 20, 23, 25, 28, 30]
+    run = load(tmp_path, "")
+    assert [step for step in range(1, 301) if run.saves_after(step, 0.0, 0.1)] == [100, 200, 300]
+
+
 def test_changes_are_told_down_to_a_single_value(tmp_path: Path) -> None:
     saved = yaml.safe_load(
         as_yaml(load(tmp_path, "", dataset=[{"path": "a", "columns": {"query": "q"}}, {"path": "b"}]))
@@ -340,7 +374,7 @@ def test_names_in_one_text_are_a_list(tmp_path: Path, text: str) -> None:
         ("max_samples: 10", "split: '[:1000]'"),
         ("quantization_bit: 4", "`surefoot plan`"),
         ("template: qwen", "chat_template"),
-        ("save_strategy: steps", "save_steps and logging_steps"),
+        ("save_strategy: steps", "saves_per_epoch: 1 saves after each pass"),
     ],
 )
 def test_settings_of_others_that_are_none_here_say_what_to_do(tmp_path: Path, line: str, said: str) -> None:

@@ -67,6 +67,49 @@ def test_rows_read_are_trained_truncated_or_skipped(counting: Path, tokenizer: P
     assert prepared(counting, tokenizer, max_length=limit, truncation="left").counts().cut_inside == 0
 
 
+def test_long_texts_are_split_into_samples(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    texts = [" ".join(f"{n}" for n in range(first, first + 7 * first)) for first in range(1, 12)]
+    rows: list[dict[str, Any]] = [{"text": text} for text in texts]
+    path = write_jsonl(tmp_path / "texts.jsonl", rows)
+    whole = prepared(path, tokenizer, train_on="all", max_length=4096)
+    split = prepared(path, tokenizer, train_on="all", max_length=50, truncation="split")
+    assert split.counts() == Counts(11, 11)
+    pieces = list(split)
+    assert len(pieces) > 20
+    by_row: dict[str, list[int]] = {}
+    for piece in pieces:
+        assert 1 < len(piece.ids) <= 50
+        assert piece.weights.tolist() == [1.0] * len(piece.ids)
+        by_row.setdefault(piece.place, []).extend(piece.ids.tolist())
+    for sample in whole:
+        alone = len(sample.ids) % 50 == 1  # a last token alone would predict nothing
+        assert by_row[sample.place] == sample.ids.tolist()[: -1 if alone else None]
+    # Trained: all but the first token of each piece.
+    trained = sum(int(split.chunk_samples(0).trained[n]) for n in range(len(pieces)))
+    assert trained == sum(len(piece.ids) - 1 for piece in pieces)
+    assert [split.sample(*piece.key).ids.tolist() for piece in pieces] == [piece.ids.tolist() for piece in pieces]
+    with pytest.raises(
+        DataError, match=r"truncation: drop \(leave them out\) or split \(make several samples of each\)"
+    ):
+        prepared(path, tokenizer, train_on="all", max_length=50).check()
+
+
+def test_pieces_without_a_trained_token_are_left_out(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    silent = {"content": "one two three four five six seven eight nine ten " * 5, "weight": 0}
+    path = write_jsonl(tmp_path / "rows.jsonl", [talk(silent, "one two"), talk("one two three")])
+    whole = list(prepared(path, tokenizer, train_on="all", max_length=4096))
+    split = prepared(path, tokenizer, train_on="all", max_length=24, truncation="split")
+    kept = [
+        (sample.place, begin)
+        for sample in whole
+        for begin in range(0, len(sample.ids), 24)
+        if sample.weights[begin + 1 : begin + 24].any()
+    ]
+    assert len(kept) < sum(-(-len(sample.ids) // 24) for sample in whole)
+    assert [piece.place for piece in split] == [place for place, _ in kept]
+    assert split.counts() == Counts(2, 2)
+
+
 def test_a_row_cut_until_nothing_is_trained_is_skipped(counting: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(DataError, match=r" 12 .* 12 .*data\.jsonl:1\b"):
         prepared(counting, tokenizer, max_length=10, truncation="right")

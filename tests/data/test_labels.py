@@ -8,7 +8,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from surefoot.config import DatasetItem
+from surefoot.data.checks import count_labels, data_findings
 from surefoot.data.conversation import BadRow, Conversation
+from surefoot.data.inspect import as_text, report_on
 from surefoot.data.row_formats import FormatSpec, Reader, format_of
 from surefoot.data.sources import find_sources
 from tests.data.opening import prepared
@@ -45,6 +47,21 @@ def test_labels_stand_beside_the_formats_of_answers(row: dict[str, Any]) -> None
     assert conversation.first_trained == 1
     positive = {name: True if name in ("label", "kto_tag") else value for name, value in row.items()}
     assert read(positive).is_desired is True
+
+
+@pytest.mark.parametrize(("labels", "code"), [([True] * 4, "SF513"), ([False] * 4, "SF513"), ([True, False] * 2, None)])
+def test_data_with_one_kind_of_label_are_found(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, labels: list[bool], code: str | None
+) -> None:
+    rows = [
+        {"messages": [QUESTION, {"role": "assistant", "content": f"Four {n}."}], "label": label}
+        for n, label in enumerate(labels)
+    ]
+    dataset = prepared(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer, labels=True)
+    assert count_labels(dataset) == (sum(labels), len(labels) - sum(labels))
+    assert [finding.code for finding in data_findings(dataset)] == ([code] if code else [])
+    report = report_on(dataset, None, show=0)
+    assert f"labels      {sum(labels)} desired, {len(labels) - sum(labels)} not desired" in as_text(report, color=False)
 
 
 def test_a_label_is_of_the_last_answer() -> None:

@@ -35,7 +35,7 @@ class Chunks:
         lengths = np.array(self._lengths[ref.first_row : ref.first_row + ref.num_rows])
         none = np.zeros(len(lengths), np.bool_)
         return ChunkSamples(
-            np.arange(len(lengths)), np.arange(len(lengths)), lengths, lengths, none, none, [], len(lengths)
+            *(np.arange(len(lengths)) for _ in range(3)), lengths, lengths, none, none, [], len(lengths)
         )
 
     def weight(self, _: int) -> float:

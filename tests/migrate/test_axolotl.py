@@ -34,9 +34,39 @@ def test_columns_of_axolotl(tmp_path: Path) -> None:
     assert get_values(run)["dataset"] == [
         {"path": "a.jsonl", "format": "text", "columns": {"text": "body"}},
         {"path": "b.jsonl"},
-        {"path": "c.jsonl", "columns": {"messages": "turns", "tools": "functions"}},
+        {"path": "c.jsonl", "columns": {"messages": "turns", "tools": "functions"}, "tags": {"role_tag": "speaker"}},
     ]
-    assert {what for what in run.left_out if " = " in what} == {"message_field_role = speaker of c.jsonl"}
+    # Texts beside conversations are not cut into several samples.
+    assert {what for what in run.left_out if " = " in what} == {"type = completion of a.jsonl"}
+
+
+def test_keys_and_roles_of_axolotls_messages_are_tags(tmp_path: Path) -> None:
+    text = (
+        "base_model: m\ndefault_system_message: Be kind.\ndatasets:\n- path: a.jsonl\n  type: chat_template\n"
+        "  message_property_mappings: {role: speaker, content: said, tool_calls: calls}\n"
+        "  roles: {user: [human, customer], assistant: [gpt, agent, clerk], tool: [], critic: [judge]}\n"
+        "- path: b.jsonl\n"
+        "  type: {system_prompt: Be brief., field_instruction: q, field_output: a, format: '{instruction}'}\n"
+    )
+    run = import_file(tmp_path / "a.yml", text)
+    tags = {"role_tag": "speaker", "content_tag": "said", "user_tag": "customer", "assistant_tag": "agent"}
+    assert get_values(run)["dataset"] == [
+        {"path": "a.jsonl", "tags": tags},
+        {"path": "b.jsonl", "format": "alpaca", "columns": {"instruction": "q", "output": "a"}},
+    ]
+    assert get_values(run)["system"] == "Be kind."
+    assert {what for what in run.left_out if " = " in what} == {
+        "message_property_mappings: tool_calls = calls of a.jsonl",
+        "roles: assistant = ['agent', 'clerk'] of a.jsonl", "roles: critic = ['judge'] of a.jsonl",
+        "system_prompt = Be brief. of b.jsonl", "format = {instruction} of b.jsonl",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_texts_of_axolotl_are_split_into_samples(tmp_path: Path, packing: bool) -> None:
+    source = "base_model: m\ndatasets:\n- {path: a.jsonl, type: completion}\n"
+    values = get_values(import_file(tmp_path / "a.yml", f"{source}sample_packing: {packing}\n"))
+    assert (values["train_on"], values["truncation"]) == ("all", "split")
 
 
 def test_grpo_of_axolotl(tmp_path: Path) -> None:
@@ -53,15 +83,15 @@ def test_grpo_of_axolotl(tmp_path: Path) -> None:
     assert "reward_funcs = mine.reward" in run.left_out
 
 
-def test_epochs_of_axolotl_are_told_in_steps_and_shares(tmp_path: Path) -> None:
+def test_shares_of_an_epoch_are_carried_from_axolotl(tmp_path: Path) -> None:
     text = (
         "base_model: m\ndatasets:\n- path: d\n  type: chat_template\nval_set_size: 0.1\nevals_per_epoch: 4\n"
         "saves_per_epoch: 4\ncosine_min_lr_ratio: 0.1\nlora_modules_to_save: [embed_tokens]\n"
     )
     run = import_file(tmp_path / "a.yml", text)
-    assert {"evals_per_epoch = 4", "saves_per_epoch = 4"} <= run.left_out.keys()
-    assert not any(what.startswith("save_steps") for what in run.left_out)
-    assert get_values(run)["min_lr_ratio"] == 0.1
+    wanted = {"evals_per_epoch": 4, "saves_per_epoch": 4, "min_lr_ratio": 0.1, "save_steps": None}
+    assert {name: get_values(run).get(name) for name in wanted} == wanted
+    assert get_values(import_file(tmp_path / "a.yml", text.replace("saves_per_epoch: 4\n", "")))["saves_per_epoch"] == 1
     assert run.unknown == []
 
 

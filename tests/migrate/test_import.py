@@ -103,7 +103,7 @@ def test_options_that_are_not_known_are_listed(tmp_path: Path) -> None:
             ["config_file = z.yaml"],
         ),
         ("trl sft --model_name_or_path m --dataset_name d --optim adafactor", ["optim = adafactor"]),
-        ("trl sft --model_name_or_path m --dataset_name d --save_strategy epoch", ["save_strategy = epoch"]),
+        ("trl sft --model_name_or_path m --dataset_name d --save_strategy best", ["save_strategy = best"]),
         ("trl sft --model_name_or_path m --dataset_name d --push_to_hub", ["push_to_hub = True"]),
         ("trl sft --model_name_or_path m --dataset_name d --deepspeed z3.json", ["deepspeed = z3.json"]),
     ],
@@ -185,6 +185,19 @@ def test_paths_are_those_of_the_new_file(tmp_path: Path) -> None:
     assert (said["dataset"][0]["path"], said["deepspeed"]) == ("../a.jsonl", "../ds.json")
     assert said["model"] == "some/model", "what is no file here is left as it is"
     assert said["output_dir"] == "../out", "which is not there yet"
+
+
+def test_the_output_of_a_script_that_is_started_elsewhere_is_where_its_files_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "a.jsonl").write_text("{}")
+    script = tmp_path / "scripts/run.sh"
+    script.write_text("swift sft --model some/model --dataset a.jsonl --output_dir out\n")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["import", "--to", "run.yaml", str(script)]) == 0
+    values = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    assert (values["dataset"], values["output_dir"]) == (["a.jsonl"], "out")
 
 
 def test_a_setting_of_the_file_is_not_listed_as_not_carried() -> None:
@@ -378,8 +391,19 @@ def test_a_constant_schedule_of_transformers_has_no_warm_up(tmp_path: Path) -> N
         ("swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs accuracy --use_vllm true --top_p 0.9 "
          "--rollout_importance_sampling_mode token_truncate", {"top_p": 0.9, "temperature": None},
          "temperature = 0.9"),
-        ("swift rlhf --rlhf_type grpo --model m --dataset d --save_steps 0.05", {"save_steps": None},
-         "save_steps = 0.05"),
+        ("trl sft --model_name_or_path m --dataset_name d --save_strategy epoch --save_steps 20",
+         {"save_steps": None, "saves_per_epoch": 1}, "save_steps = 20"),
+        (f"{SWIFT} --save_steps 0.05", {"save_steps": None, "saves_per_epoch": 7}, "save_steps = 0.05"),
+        (f"{SWIFT} --save_steps 0.5 --num_train_epochs 8", {"saves_per_epoch": 1}, "save_steps = 0.5"),
+        (f"{SWIFT} --save_steps 0.05 --num_train_epochs 4", {"save_steps": None, "saves_per_epoch": 5}, None),
+        (f"{SWIFT} --save_steps 0.05 --max_steps 305", {"save_steps": 16, "saves_per_epoch": None}, None),
+        (f"{SWIFT} --save_strategy epoch --split_dataset_ratio 0.1 --eval_steps 5",
+         {"saves_per_epoch": 1, "evals_per_epoch": 1, "eval_steps": None}, "eval_steps = 5"),
+        (f"{SWIFT} --save_strategy epoch --split_dataset_ratio 0.1 --eval_strategy steps --eval_steps 5",
+         {"saves_per_epoch": 1, "evals_per_epoch": None, "eval_steps": 5}, None),
+        (f"{SWIFT} --save_strategy no --split_dataset_ratio 0.1", {"eval_fraction": None}, "eval_fraction = 0.1"),
+        (f"{SWIFT} --eval_strategy epoch --split_dataset_ratio 0.1", {"evals_per_epoch": 1, "save_steps": 500}, None),
+        (f"{SWIFT} --eval_strategy epoch", {"evals_per_epoch": None}, "evals_per_epoch = 1"),
         ("swift rlhf --rlhf_type grpo --model m --dataset d --scale_rewards none", {"scale_rewards": "none"},
          "reward_funcs"),
         (f"{SWIFT} --task_type embedding --loss_type infonce", {"method": "embedding"}, "method = embedding"),
@@ -495,6 +519,15 @@ def test_a_constant_schedule_of_transformers_has_no_warm_up(tmp_path: Path) -> N
          "--offload_optimizer_device nvme sft.py --model_name_or_path m --dataset_name d",
          {"zero_stage": 2, "offload": "cpu", "max_grad_norm": None}, "offload_optimizer_device = nvme"),
         ("swift pt --model m --dataset d", {"train_on": "all", "method": None}, None),
+        ("swift pt --model m --dataset d --truncation_strategy split", {"truncation": "split"}, None),
+        ("llamafactory-cli train --stage pt --model_name_or_path m --dataset d",
+         {"truncation": "split", "packing": True}, None),
+        ("llamafactory-cli train --stage pt --model_name_or_path m --dataset d --packing false",
+         {"truncation": "right", "packing": None}, None),
+        ("llamafactory-cli train --model_name_or_path m --dataset d --use_swanlab true --swanlab_project p "
+         "--swanlab_run_name r", {"report_to": ["swanlab"], "run_name": "r"}, "swanlab_project = p"),
+        ("trl sft --model_name_or_path m --dataset_name d --completion_only_loss", {"train_on": "assistant"}, None),
+        ("trl sft --model_name_or_path m --dataset_name d --completion_only_loss False", {"train_on": "all"}, None),
         ("llamafactory-cli train --stage pt --model_name_or_path m --dataset d", {"train_on": "all", "packing": True},
          None),
         ("llamafactory-cli train --stage pt --packing false --model_name_or_path m --dataset d", {"packing": None},

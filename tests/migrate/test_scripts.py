@@ -65,6 +65,13 @@ def test_an_option_with_another_dash_is_refused(word: str) -> None:
         parse_run(["swift", "sft", "--model", "m", "--dataset", "d", word, "8"])
 
 
+def test_a_word_in_other_quotes_is_refused() -> None:
+    words = ["swift", "sft", "--model", "m", "--dataset", "\u201cd.jsonl\u201d"]
+    with pytest.raises(ConfigError, match=r"these quotes are none to a shell"):
+        parse_run(words)
+    assert parse_run([*words[:-1], "d", "--system", "\u201cYes\u201d is all you say"]).settings["dataset"] == "d"
+
+
 def test_a_dash_in_a_value_is_a_value() -> None:
     run = parse_run(["swift", "sft", "--model", "m", "--dataset", "d", "--system", "\u2014answer", "\u2014"])
     assert run.settings["system"] == ["\u2014answer", "\u2014"]

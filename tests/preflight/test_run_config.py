@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,21 @@ def test_a_run_that_would_start(settings: dict[str, Any], model_folder: Folders)
     assert cause.startswith("expert_parallel_size=2, ")
     assert said(settings, model="Qwen/Qwen3-0.6B")[0] == "ok", "what is fetched is not looked at"
     assert not Path(settings["output_dir"]).exists()
+
+
+@pytest.mark.parametrize(
+    ("package", "changes", "named"),
+    [
+        ("modelscope", {"model": "modelscope:Qwen/Qwen3-0.6B"}, "pip install modelscope"),
+        ("datasets", {"dataset": "some/data"}, "pip install datasets"),
+    ],
+)
+def test_packages_of_hubs_are_missed_before_the_run_starts(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, package: str, changes: dict[str, str], named: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    status, cause = said(settings, **changes)
+    assert (status, named in cause) == ("failed", True)
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,21 @@ def losses(settings: dict[str, Any], **changes: Any) -> list[float]:
     return found
 
 
+def test_checkpoints_and_evaluations_are_counted_by_epoch(settings: dict[str, Any], tmp_path: Path) -> None:
+    held_out = str(write_jsonl(tmp_path / "dev.jsonl", counting_rows(45)[40:]))
+    lengths = {"max_steps": None, "num_train_epochs": 2, "global_batch_size": 4, "packing": False}
+    result = surefoot.train(
+        {**settings, **lengths}, screen=False, saves_per_epoch=3, save_total_limit=None, eval_dataset=held_out,
+        evals_per_epoch=1,
+    )  # fmt: skip
+    lines = metrics_of(result.run_folder)
+    assert result.steps == 20
+    assert [line["step"] for line in lines if "eval_loss" in line] == [10, 20]
+    # A third of an epoch is 3.3 steps.
+    saved = [int(path.name.removeprefix("step-")) for path in sorted((result.run_folder / "checkpoints").iterdir())]
+    assert saved == [4, 7, 10, 14, 17, 20]
+
+
 def test_a_run_leaves_what_the_documentation_says(settings: dict[str, Any], tmp_path: Path) -> None:
     held_out = str(write_jsonl(tmp_path / "dev.jsonl", counting_rows(45)[40:]))
     result = surefoot.train(settings, screen=False, save_steps=2, eval_dataset=held_out, eval_steps=2)

@@ -8,7 +8,7 @@ ALIASES: dict[str, str] = {
         ["datasets", "train_dataset", "train_file", "dataset_path", "data_path", "dataset_name"], "dataset"
     ),
     **dict.fromkeys(["val_dataset", "eval_file", "validation_file"], "eval_dataset"),
-    **dict.fromkeys(["default_system", "system_prompt"], "system"),
+    **dict.fromkeys(["default_system", "default_system_message", "system_prompt"], "system"),
     **dict.fromkeys(["val_size", "val_set_size", "split_dataset_ratio"], "eval_fraction"),
     **dict.fromkeys(["preprocessing_num_workers", "dataset_processes", "dataset_num_workers"], "dataset_num_proc"),
     "truncation_strategy": "truncation",
@@ -45,6 +45,8 @@ ALIASES: dict[str, str] = {
     "moe_router_bias_update_rate": "router_bias_update_rate",
     **dict.fromkeys(["logging_interval"], "logging_steps"),
     **dict.fromkeys(["save_interval"], "save_steps"),
+    "swanlab_run_name": "run_name",
+    "swanlab_exp_name": "run_name",
     **dict.fromkeys(["overwrite_output"], "overwrite_output_dir"),
     **dict.fromkeys(["rl", "rlhf_type"], "method"),
     **dict.fromkeys(["num_return_sequences", "n_samples_per_prompt", "rollout_n"], "num_generations"),
@@ -103,7 +105,7 @@ INSTEAD: dict[str, str] = {
         "attention and loss are chosen for the device and for packing; drop it",
     ),
     **dict.fromkeys(
-        ["wandb_project", "swanlab_project", "mlflow_experiment_name", "trackio_project"],
+        ["wandb_project", "swanlab_project", "swanlab_workspace", "mlflow_experiment_name", "trackio_project"],
         "a tracker takes its project from its own variable: export WANDB_PROJECT, SWANLAB_PROJECT, "
         "MLFLOW_EXPERIMENT_NAME or TRACKIO_PROJECT; run_name names the run",
     ),
@@ -112,8 +114,13 @@ INSTEAD: dict[str, str] = {
     "dataset_text_field": "name the column: columns: {text: NAME}",
     "use_peft": "tuning: lora, which is the default; tuning: full trains all weights",
     "assistant_only_loss": "train_on: assistant, which is the default",
-    **dict.fromkeys(["save_strategy", "logging_strategy"], "save_steps and logging_steps say when"),
-    **dict.fromkeys(["eval_strategy", "evaluation_strategy"], "eval_dataset turns evaluation on, eval_steps sets when"),
+    "save_strategy": "save_steps counts steps, saves_per_epoch: 1 saves after each pass over the data, and "
+    "save_steps: 0 saves none",
+    "logging_strategy": "logging_steps says when",
+    **dict.fromkeys(
+        ["eval_strategy", "evaluation_strategy"],
+        "eval_dataset turns evaluation on, eval_steps or evals_per_epoch sets when",
+    ),
     "logging_dir": "output_dir holds all files of the run",
     "neftune_noise_alpha": "there is no noise on embeddings here",
     "early_stopping_patience": "there is no early stopping here: watch eval_loss, and stop with Ctrl-C, which saves",

@@ -29,9 +29,13 @@ MOST_VALUES = 20_000
 MOST_BITS = 63
 """Number of bits of the largest integer; larger ones fit no tensor."""
 CHINESE_COMMAS = re.compile("[\uff0c\u3001]\\s*")
+FULL_WIDTH_COLON = re.compile("\uff1a\\s*")
+CHINESE_BRACKETS = re.compile("[\uff5b\uff3b\u3010].*[\uff5d\uff3d\u3011]", re.DOTALL)
+CHINESE_COMMENT = re.compile("\\s\uff03")
 QUOTED_OTHERWISE = re.compile("[\u2018\u201c\u300c](.*)[\u2019\u201d\u300d]", re.DOTALL)
 """A text in typographic or Chinese quotes, which are part of the text to YAML."""
-NUMBER = re.compile(r"[-+]?\d+(\.\d*)?([eE][-+]?\d+)?")
+NO_TEXT = re.compile(r"[-+]?\d+(\.\d*)?([eE][-+]?\d+)?|true|false|null", re.IGNORECASE)
+"""Number or word that is no text to YAML."""
 SHOWN_CHARACTERS = 80
 YAML_1_1_NUMBER = re.compile(r"[-+]?(0[0-7_]+$|[0-9_]+:)")
 """Octal numbers that begin with 0, and base-60 numbers such as times: few who write them mean them."""
@@ -83,7 +87,7 @@ class _Loader(yaml.SafeLoader):
     def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
         """Compose a text, and join surrogate pairs (as JSON writers escape an emoji) to the character they encode.
 
-        Raises: _Refused for a text in quotes that are none to YAML, and for a number in full-width characters.
+        Raises: _Refused for quotes, brackets, comments and numbers in characters that are part of a text to YAML.
         """
         node = super().compose_scalar_node(anchor)
         node.value = node.value.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
@@ -94,7 +98,13 @@ class _Loader(yaml.SafeLoader):
                     f"the quotes in {shorten(node.value, quote=False)} are part of the text to YAML. Write `{text}`",
                     node.start_mark,
                 )
-            if NUMBER.fullmatch(number := unicodedata.normalize("NFKC", node.value)):
+            if CHINESE_BRACKETS.fullmatch(node.value):
+                text = shorten(_as_ascii(node.value), quote=False)
+                raise _Refused(f"full-width brackets are part of the text to YAML. Write `{text}`", node.start_mark)
+            if CHINESE_COMMENT.search(node.value):
+                text = shorten(CHINESE_COMMENT.sub(" #", node.value), quote=False)
+                raise _Refused(f"a full-width `\uff03` begins no comment. Write `{text}`", node.start_mark)
+            if NO_TEXT.fullmatch(number := _as_ascii(node.value)):
                 raise _Refused(f"{node.value} has full-width characters. Write `{number}`", node.start_mark)
         return node
 
@@ -123,7 +133,7 @@ class _Loader(yaml.SafeLoader):
         """Construct a list. Raises: _Refused for items in brackets that Chinese commas separate."""
         for item in node.value if isinstance(node, yaml.SequenceNode) and node.flow_style else ():
             if isinstance(item, yaml.ScalarNode) and item.style is None and CHINESE_COMMAS.search(item.value):
-                items = shorten(CHINESE_COMMAS.sub(", ", item.value), quote=False)
+                items = shorten(_as_ascii(CHINESE_COMMAS.sub(", ", item.value)), quote=False)
                 raise _Refused(
                     f"the Chinese comma in {shorten(item.value)} separates no items. Write `[{items}]`, or put a "
                     "text in quotes",
@@ -133,9 +143,16 @@ class _Loader(yaml.SafeLoader):
         return values
 
     def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict[Any, Any]:
-        """Construct a mapping. Raises: _Refused for a duplicate key."""
+        """Construct a mapping. Raises: _Refused for a duplicate key, and for one that a full-width colon ends."""
         keys: set[tuple[str, str]] = set()
-        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+        for key, item in node.value if isinstance(node, yaml.MappingNode) else ():
+            is_alone = isinstance(key, yaml.ScalarNode) and isinstance(item, yaml.ScalarNode) and not item.value
+            if is_alone and FULL_WIDTH_COLON.search(key.value):
+                pairs = CHINESE_COMMAS.sub(", ", FULL_WIDTH_COLON.sub(": ", key.value))
+                raise _Refused(
+                    f"the full-width colon `\uff1a` ends no key. Write `{shorten(_as_ascii(pairs), quote=False)}`",
+                    key.start_mark,
+                )
             name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else None
             if name in keys:
                 raise _Refused(f"the key {shorten(key.value)} is set twice. Keep one", key.start_mark)
@@ -143,6 +160,11 @@ class _Loader(yaml.SafeLoader):
                 keys.add(name)
         values: dict[Any, Any] = super().construct_mapping(node, deep=deep)  # type: ignore[arg-type]
         return values
+
+
+def _as_ascii(text: str) -> str:
+    """Return a text with ASCII in the place of full-width characters and of Chinese brackets and full stops."""
+    return unicodedata.normalize("NFKC", text.translate(str.maketrans("\u3010\u3011\u3002", "[].")))
 
 
 def _get_node_kind(node: yaml.Node) -> str:

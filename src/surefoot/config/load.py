@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,7 +130,8 @@ def _list_later_entries(overrides: Sequence[str], values: Mapping[str, Any]) -> 
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals:
-            raise ConfigError(f"{shorten(text)} is not of the form key=value (command line).")
+            typo = "" if text.isascii() else f" Write {unicodedata.normalize('NFKC', text).replace(':', '=', 1)}."
+            raise ConfigError(f"{shorten(text)} is not of the form key=value (command line).{typo}")
         later.append((key.lstrip("-"), Setting(parse_override(value, "command line"), "command line", Path.cwd())))
     for key, value in values.items():
         value = str(value) if isinstance(value, Path) else value

@@ -25,6 +25,15 @@ BUILT_IN = {
     "reward": "surefoot.methods.reward.settings:RewardConfig",
     "distill": "surefoot.methods.distill.settings:DistillConfig",
 }
+METHODS_OF_OTHERS = {
+    "ppo": "there is no PPO here. `method: grpo` learns from the same rewards, without a value model",
+    "gkd": "write `method: distill`",
+    "rm": "write `method: reward`",
+    "rloo": "write `method: grpo` with `advantage_estimator: rloo`",
+    "pt": "write `method: sft` with `train_on: all`",
+    **{loss: f"write `method: dpo` with `loss_type: {loss}`" for loss in ("simpo", "cpo", "ipo")},
+}
+"""Method of other trainers -> how to have it, or what is nearest."""
 ENTRY_POINTS = "surefoot.methods"
 
 
@@ -53,7 +62,11 @@ def settings_class(name: str) -> type[RunConfig]:
             raise ConfigError(f"method={name}: {entry.value} cannot be imported: {error}") from error
     else:
         near = difflib.get_close_matches(name, method_names(), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"must be {' or '.join(map(repr, method_names()))}"
+        hint = (
+            METHODS_OF_OTHERS.get(name)
+            or (f"did you mean {near[0]!r}?" if near else "")
+            or f"must be {' or '.join(map(repr, method_names()))}"
+        )
         raise ConfigError(f"method={name!r:.80}: {hint}")
     if not isinstance(cls, type) or not issubclass(cls, RunConfig):
         raise ConfigError(f"method={name}: {cls!r:.80} is no subclass of surefoot's RunConfig")

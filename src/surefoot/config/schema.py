@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import date
 from enum import Enum
+from math import ceil, floor
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -20,6 +21,10 @@ DatasetFormat = Literal[
     "auto", "messages", "sharegpt", "alpaca", "query_response", "prompt_completion", "text", "preference",
     "rejected_response", "rejected_messages",
 ]  # fmt: skip
+MessageTag = Literal[
+    "role_tag", "content_tag", "user_tag", "assistant_tag", "observation_tag", "function_tag", "system_tag"
+]
+"""Name in LLaMA-Factory of a key of messages, or of a role."""
 LearningRateSchedule = Literal["linear", "cosine", "constant", "wsd"]
 REGULAR_EXPRESSION = re.compile(r"[\\\[\](){}|^$*+?]")
 """Characters of a regular expression that no name of a module has."""
@@ -132,6 +137,8 @@ class DatasetItem(Item):
     """Format of its rows; `auto` detects it from the columns, and stops if several formats fit."""
     columns: dict[str, str] = {}
     """Standard column -> its name in the file: `{query: question, response: answer}`."""
+    tags: dict[MessageTag, str] = {}
+    """Names of other keys and roles in its messages, as in LLaMA-Factory: `{role_tag: speaker, user_tag: customer}`."""
 
     @classmethod
     def resolve(cls, text: str, resolve: Callable[[str], Path]) -> str:
@@ -239,8 +246,9 @@ class RunConfig(BaseModel):
 
     max_length: int = Field(default=2048, gt=1, lt=2**31)
     """Longest sample, and the size of a pack, in tokens."""
-    truncation: Literal["error", "drop", "left", "right"] = "error"
-    """What to do with a sample longer than `max_length`: stop before training, drop it, or cut it on that side."""
+    truncation: Literal["error", "drop", "left", "right", "split"] = "error"
+    """What to do with a sample longer than `max_length`: stop before training, drop it, cut it on that side, or split
+    it into samples of that length (texts of which every token is trained, as in pretraining)."""
     packing: bool = False
     """Whether to pack whole samples into sequences of `max_length` tokens (best fit). They do not see each other."""
     shuffle: bool = True
@@ -331,6 +339,9 @@ class RunConfig(BaseModel):
 
     save_steps: FreeOnResume[int] = Field(default=100, ge=0)
     """Steps between checkpoints; one more is written at the end. 0 writes one only on a stop signal."""
+    saves_per_epoch: FreeOnResume[int | None] = Field(default=None, gt=0)
+    """Checkpoints in each pass over the data, instead of one every `save_steps`: 1 saves at the end of each, 4 also
+    after each quarter."""
     save_total_limit: Free[int | None] = Field(default=3, gt=0)
     """Number of newest checkpoints to keep; null keeps all."""
     resume_from_checkpoint: Free[str | bool] = "auto"
@@ -345,6 +356,8 @@ class RunConfig(BaseModel):
     a line of each step, and how long each phase outside of training took."""
     eval_steps: FreeOnResume[int | None] = Field(default=None, gt=0)
     """Steps between evaluations. Default: only at the end."""
+    evals_per_epoch: FreeOnResume[int | None] = Field(default=None, gt=0)
+    """Evaluations in each pass over the data, instead of one every `eval_steps`: 1 evaluates at the end of each."""
     report: Free[bool] = True
     """Whether to write report.html, a page with the charts and findings of the run, when it ends."""
     report_to: Free[list[Literal["tensorboard", "wandb", "swanlab", "mlflow", "trackio"]]] = []
@@ -434,6 +447,27 @@ class RunConfig(BaseModel):
         """Return whether no step remains after `step` steps and `epoch` passes over the data."""
         return self.share_done(step, epoch) >= 1.0 - EPSILON
 
+    def saves_after(self, step: int, begin: float, end: float) -> bool:
+        """Return whether a checkpoint follows a step, which is not the last, from epoch `begin` to epoch `end`."""
+        if self.saves_per_epoch is not None:
+            return _enters_next_part(self.saves_per_epoch, begin, end)
+        return self.save_steps > 0 and step % self.save_steps == 0
+
+    def evaluates_after(self, step: int, begin: float, end: float) -> bool:
+        """Return whether an evaluation follows a step, which is not the last, from epoch `begin` to epoch `end`."""
+        if self.evals_per_epoch is not None:
+            return _enters_next_part(self.evals_per_epoch, begin, end)
+        return self.eval_steps is not None and step % self.eval_steps == 0
+
+    @property
+    def planned_checkpoints(self) -> int | None:
+        """Number of checkpoints that a whole run writes, with the last; None if it depends on the data."""
+        if self.saves_per_epoch is not None:
+            return ceil(self.saves_per_epoch * self.epochs) if self.max_steps is None else None
+        if not self.save_steps:
+            return 0
+        return ceil(self.max_steps / self.save_steps) if self.max_steps is not None else None
+
     @property
     def trains_routers(self) -> bool:
         """Whether LoRA trains the routers, in full, beside its adapters."""
@@ -477,3 +511,8 @@ class RunConfig(BaseModel):
     def contradictions(self, non_default: set[str]) -> Iterator[Contradiction]:  # noqa: ARG002
         """Yield conflicts of the method's own settings. `non_default`: names of those that differ from the default."""
         yield from ()
+
+
+def _enters_next_part(parts: int, begin: float, end: float) -> bool:
+    """Return whether a step from epoch `begin` to `end` ends one of the equal parts of an epoch."""
+    return floor(parts * end + EPSILON) > floor(parts * begin + EPSILON)

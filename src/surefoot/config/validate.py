@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from surefoot.config.schema import AUTO, EPSILON, REGULAR_EXPRESSION, Contradiction, RunConfig
+from surefoot.config.schema import AUTO, CONVERSATION, EPSILON, REGULAR_EXPRESSION, Contradiction, RunConfig
 
 ENDPOINT = re.compile(r"^[^\s:]+:(\d{1,5})$")
 MOST_PORT = 65535
@@ -18,7 +18,7 @@ def contradictions(run: RunConfig, non_default: set[str]) -> Iterator[Contradict
     yield from _check_ranks(run)
     yield from _check_tuning(run, non_default)
     yield from _check_learning_rate(run, non_default)
-    yield from _check_length(run)
+    yield from _check_length(run, non_default)
     yield from _check_other_pairs(run, non_default)
 
 
@@ -167,17 +167,20 @@ def _check_learning_rate(run: RunConfig, non_default: set[str]) -> Iterator[Cont
         )
 
 
-def _check_length(run: RunConfig) -> Iterator[Contradiction]:
+def _check_length(run: RunConfig, non_default: set[str]) -> Iterator[Contradiction]:
     """Check the length of the run and its evaluation."""
     if run.max_steps is not None and run.num_train_epochs is not None:
         yield Contradiction(
             "max_steps and num_train_epochs both set the length of the run. Keep one", "max_steps", "num_train_epochs"
         )
-    if run.eval_steps is not None and run.eval_dataset is None and not run.eval_fraction:
-        yield Contradiction(
-            f"eval_steps={run.eval_steps} without eval_dataset or eval_fraction: there is nothing to evaluate",
-            "eval_steps",
-        )
+    for name in ("eval_steps", "evals_per_epoch"):
+        if (value := getattr(run, name)) is not None and run.eval_dataset is None and not run.eval_fraction:
+            yield Contradiction(
+                f"{name}={value} without eval_dataset or eval_fraction: there is nothing to evaluate", name
+            )
+    for steps, per_epoch in (("save_steps", "saves_per_epoch"), ("eval_steps", "evals_per_epoch")):
+        if {steps, per_epoch} <= non_default:
+            yield Contradiction(f"{steps} and {per_epoch} set the same. Keep one", steps, per_epoch)
     if run.eval_dataset is not None and run.eval_fraction:
         yield Contradiction(
             "eval_dataset and eval_fraction both set the held-out data. Keep one", "eval_dataset", "eval_fraction"
@@ -186,6 +189,13 @@ def _check_length(run: RunConfig) -> Iterator[Contradiction]:
 
 def _check_other_pairs(run: RunConfig, non_default: set[str]) -> Iterator[Contradiction]:
     """Check other settings that exclude each other."""
+    if run.truncation == "split" and (run.row != CONVERSATION or run.train_on != "all"):
+        yield Contradiction(
+            "truncation=split makes several samples of a long text, which is for texts of which every token is "
+            "trained: set train_on: all, with method: sft. Else set right, left or drop",
+            "truncation",
+            "train_on",
+        )
     if run.enable_thinking is not None and "enable_thinking" in run.chat_template_kwargs:
         yield Contradiction(
             "enable_thinking is set twice, also in chat_template_kwargs. Keep one",

@@ -24,6 +24,7 @@ TYPOS = (
         "{above}",
         "the line is indented differently. Use the same indentation as the line above, none on the first",
     ),
+    (r"^(.*?)\uff5b(.*)\uff5d(.*)$", r"\1{\2}\3", "full-width braces are none to YAML. Use `{` and `}`"),
     (rf"{KEY}: +([^'\"].*: .*?) *$", r"\1: '\2'", "a value holds `: `. Put it in quotes"),
 )
 """(pattern, replacement, problem) of each typo; `{above}` is the indentation of the line above."""

@@ -5,6 +5,7 @@ from numpy.typing import NDArray
 
 from surefoot.data.dataset import Dataset
 from surefoot.data.oddities import Oddity
+from surefoot.data.pairs import CHOSEN
 from surefoot.findings import Finding
 
 LEAK_SHARE = 0.05
@@ -54,7 +55,7 @@ FLAG_FINDINGS: dict[Oddity, tuple[str, float, str, str]] = {
 
 def data_findings(train: Dataset, held_out: Dataset | None = None) -> list[Finding]:
     """Return the findings of a prepared dataset. A healthy dataset has none."""
-    findings = [*_find_unusable(train), *_check_flags(train), *_check_counts(train)]
+    findings = [*_find_unusable(train), *_check_flags(train), *_check_counts(train), *_check_labels(train)]
     if held_out is not None:
         findings += _check_overlap(train, held_out)
     return findings
@@ -82,7 +83,7 @@ def _find_unusable(dataset: Dataset) -> list[Finding]:
 
 def digests(dataset: Dataset) -> NDArray[np.uint64]:
     """Return the sorted 64-bit digests of all samples in use; 8 bytes a sample."""
-    parts = [dataset.shard(n).digests[dataset.chunk_samples(n).samples] for n in range(len(dataset.chunks))]
+    parts = [dataset.shard(n).digests[np.unique(dataset.chunk_samples(n).indices)] for n in range(len(dataset.chunks))]
     return np.sort(np.concatenate([np.zeros(0, np.uint64), *parts]))
 
 
@@ -92,7 +93,7 @@ def _check_flags(dataset: Dataset) -> list[Finding]:
     samples = 0
     for number in range(len(dataset.chunks)):
         part = dataset.chunk_samples(number)
-        flags = dataset.shard(number).flags[part.samples]
+        flags = dataset.shard(number).flags[part.indices]
         samples += len(flags)
         if not flags.any():
             continue
@@ -127,6 +128,30 @@ def _check_counts(dataset: Dataset) -> list[Finding]:
     share = counts.truncated / counts.read
     fix = f"Raise {limit} (the longest sample has {longest} tokens), or leave long rows out with truncation: drop."
     return [Finding("SF506", f"{share:.0%} of the rows are cut to {limit}", evidence, fix)]
+
+
+def count_labels(dataset: Dataset) -> tuple[int, int] | None:
+    """Return the numbers of desired answers and of others; None if rows have no labels."""
+    if not any(source.spec.labels for source in dataset.sources):
+        return None
+    desired = total = 0
+    for number in range(len(dataset.chunks)):
+        parts, indices = dataset.shard(number).parts, dataset.chunk_samples(number).indices
+        desired += int((parts[indices, CHOSEN] > 0).sum()) if parts is not None else 0
+        total += len(indices)
+    return desired, total - desired
+
+
+def _check_labels(dataset: Dataset) -> list[Finding]:
+    counts = count_labels(dataset)
+    if counts is None or all(counts) or not any(counts):
+        return []
+    desired, others = counts
+    kind = "desired" if desired else "not desired"
+    fix = "Check the column of the labels, and add answers with the other label."
+    return [
+        Finding("SF513", f"all {desired + others} answers are {kind}", {"desired": desired, "not_desired": others}, fix)
+    ]
 
 
 def _check_overlap(train: Dataset, held_out: Dataset) -> list[Finding]:

@@ -223,6 +223,8 @@ class Dataset:
         why, side = "Cutting them would train on answers without an end.", "right"
         if self.has_prompts:
             why, side = "Cutting them would lose the question.", "left"
+        elif options.train_on == "all" and not any(source.spec.pairs for source in self.sources):
+            why, side = "Cutting them would leave text out.", "split (make several samples of each) or right"
         if with_images:
             why += f" {with_images} of them have images, which a lower max_pixels makes shorter."
         cut = f" or {side} (cut them{', but not those with images' if with_images else ''})"
@@ -236,7 +238,7 @@ class Dataset:
     def counts_of(self, number: int) -> Counts:
         """Return the counts of a chunk's rows."""
         part = self.chunk_samples(number)
-        used, cut = len(part.samples), int(part.is_cut.sum())
+        used, cut = len(np.unique(part.indices)), int(part.is_cut.sum())
         return Counts(part.read, used - cut, cut, part.read - used, int(part.cut_inside.sum()))
 
     def counts(self) -> Counts:
@@ -260,20 +262,21 @@ class Dataset:
 
     def sample(self, chunk: int, sample: int) -> Sample:
         """Return a sample of a chunk, cut and weighted."""
-        shard = self.shard(chunk)
-        begin = int(shard.offsets[sample])
-        place = self._locate(self.chunks[chunk], int(shard.lines[sample]))
-        weights = token_weights(shard, sample, self.options)
+        shard, key = self.shard(chunk), (chunk, sample)
+        index, piece = shard.find_piece(sample)
+        begin = int(shard.offsets[index])
+        place = self._locate(self.chunks[chunk], int(shard.lines[index]))
+        weights = token_weights(shard, index, self.options)
         if shard.parts is None:
-            first, last = self.options.kept_range(int(shard.lengths[sample]))
+            first, last = self.options.kept_range(int(shard.lengths[index]), piece)
             ids = np.array(shard.ids[begin + first : begin + last])
-            return Sample(ids, weights[first:last], place, (chunk, sample), shard.images(sample))
-        parts = shard.parts[sample : sample + 1]
+            return Sample(ids, weights[first:last], place, key, shard.images(index))
+        parts = shard.parts[index : index + 1]
         trim = self.options.trim_pairs(parts)
-        indices = select_tokens(parts, trim, 0)
+        tokens = select_tokens(parts, trim, 0)
         question, chosen, rejected = trim.tokens[0].tolist()
-        ids, sizes = shard.ids[begin + indices], (question, chosen, rejected)
-        return Sample(ids, weights[indices], place, (chunk, sample), shard.images(sample), sizes)
+        ids, sizes = shard.ids[begin + tokens], (question, chosen, rejected)
+        return Sample(ids, weights[tokens], place, key, shard.images(index), sizes)
 
     def sample_keys(self) -> Iterator[SampleKey]:
         """Yield (chunk, sample) of all samples, in file order."""
@@ -291,7 +294,8 @@ class Dataset:
 
     def columns(self, chunk: int, sample: int) -> dict[str, object]:
         """Return the columns kept with a sample, if the dataset was opened with `keep_columns`."""
-        return dict(self.shard(chunk).columns(sample))
+        shard = self.shard(chunk)
+        return dict(shard.columns(shard.find_piece(sample)[0]))
 
     def _locate(self, ref: ChunkRef, line: int) -> str:
         return f"{self.files[ref.file].recipe.name}:{line}"

@@ -8,14 +8,15 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from surefoot.data.checks import data_findings, digests
+from surefoot.data.checks import count_labels, data_findings, digests
 from surefoot.data.conversation import BadRow
 from surefoot.data.dataset import Counts, Dataset, Sample
 from surefoot.data.file_readers import ChunkReader
 from surefoot.data.render import Renderer
 from surefoot.data.row_formats import Reader
-from surefoot.data.sample_selection import ChunkSamples, SampleOptions
+from surefoot.data.sample_selection import ChunkSamples
 from surefoot.errors import DataError
 from surefoot.findings import Finding
 
@@ -61,6 +62,8 @@ class DataReport:
     samples: list[ShownSample]
     are_prompts: bool = False
     """Whether samples are prompts (GRPO): none of their tokens is trained, the model continues them."""
+    labels: tuple[int, int] | None = None
+    """Numbers of desired answers and of others (KTO); None without labels."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as JSON values."""
@@ -71,6 +74,7 @@ class DataReport:
             "truncated_inside_a_trained_turn": self.counts.cut_inside,
             "tokens": self.tokens,
             "trained_tokens": self.trained_tokens,
+            "labels": dict(zip(("desired", "not_desired"), self.labels, strict=True)) if self.labels else None,
             "duplicates": self.duplicates,
             "lengths": self.lengths,
             "images": self.images,
@@ -101,9 +105,8 @@ def report_on(dataset: Dataset, held_out: Dataset | None, *, show: int) -> DataR
     held_out = held_out.without_validation() if held_out is not None else None
     parts = [dataset.chunk_samples(number) for number in range(len(dataset.chunks))]
     tokens = sum(int(part.lengths.sum()) for part in parts)
-    # Of a pair, the question with its longer answer: that is what `max_length` limits.
-    longest = (dataset.shard(number).lengths[part.samples] for number, part in enumerate(parts))
-    all_lengths = np.minimum(np.concatenate([np.zeros(0, np.int64), *longest]), dataset.options.max_length)
+    per_chunk = (_limited_lengths(dataset, number) for number in range(len(parts)))
+    all_lengths = np.concatenate([np.zeros(0, np.int64), *per_chunk])
     counts = dataset.counts()
     all_digests = digests(dataset)
     return DataReport(
@@ -121,7 +124,16 @@ def report_on(dataset: Dataset, held_out: Dataset | None, *, show: int) -> DataR
         refusal=refusal,
         samples=list(islice(_render_samples(dataset), min(show, sys.maxsize))),
         are_prompts=dataset.has_prompts,
+        labels=count_labels(dataset),
     )
+
+
+def _limited_lengths(dataset: Dataset, number: int) -> NDArray[np.int64]:
+    """Return what `max_length` limits of each sample: its tokens; of a pair, the question with its longer answer."""
+    shard, part = dataset.shard(number), dataset.chunk_samples(number)
+    if shard.parts is None:
+        return part.lengths
+    return np.minimum(shard.lengths[part.indices], dataset.options.max_length)
 
 
 def _summarize_images(dataset: Dataset, parts: Sequence[ChunkSamples]) -> dict[str, int]:
@@ -129,8 +141,8 @@ def _summarize_images(dataset: Dataset, parts: Sequence[ChunkSamples]) -> dict[s
     tokens = [
         image.num_tokens
         for number, part in enumerate(parts)
-        for sample in part.samples.tolist()
-        for image in dataset.shard(number).images(sample)
+        for index in part.indices.tolist()
+        for image in dataset.shard(number).images(index)
     ]
     per_image = _summarize(np.array(tokens))
     return {"count": len(tokens), **{f"tokens {name}": value for name, value in per_image.items()}} if tokens else {}
@@ -160,9 +172,10 @@ def _render_samples(dataset: Dataset) -> Iterator[ShownSample]:
         reader = Reader(file.recipe.spec, file.recipe.format)
         rows = chunks.rows(file.recipe.path, file.chunks[ref.index])
         shard = dataset.shard(number)
-        for index in dataset.chunk_samples(number).samples.tolist():
+        for name in dataset.chunk_samples(number).samples.tolist():
+            index, piece = shard.find_piece(name)
             conversation = reader.read(rows[int(shard.rows[index])].columns)
-            sample = dataset.sample(number, index)
+            sample = dataset.sample(number, name)
             try:
                 texts = [renderer.render(side, file.recipe.path.parent) for side in conversation.sides]
             except BadRow as error:  # its image was removed after the check
@@ -172,7 +185,8 @@ def _render_samples(dataset: Dataset) -> Iterator[ShownSample]:
                 _Marked(text.text, each.bounds) for text, each in zip(texts, rendered, strict=True) if each.bounds
             ]
             if shard.parts is None:
-                parts = _mark(marked[0], sample, dataset.options)
+                first, _ = dataset.options.kept_range(len(marked[0].bounds), piece)
+                parts = marked[0].cut(first, sample.weights.tolist())
             else:
                 parts = _mark_pair(marked, sample, int(shard.parts[index, 0]))
             shown = "".join(piece for piece, _ in parts)
@@ -195,11 +209,6 @@ class _Marked(NamedTuple):
             pieces.append((self.text[position:stop], weight > 0))
             position = max(position, stop)
         return [("".join(piece for piece, _ in group), kind) for kind, group in groupby(pieces, key=itemgetter(1))]
-
-
-def _mark(text: _Marked, sample: Sample, options: SampleOptions) -> list[tuple[str, bool]]:
-    first, _ = options.kept_range(len(text.bounds))
-    return text.cut(first, sample.weights.tolist())
 
 
 def _mark_pair(sides: Sequence[_Marked], sample: Sample, question_tokens: int) -> list[tuple[str, bool]]:
@@ -240,6 +249,8 @@ def as_text(report: DataReport, *, color: bool) -> str:
     share = f" ({report.trained_tokens / report.tokens:.1%})" if report.tokens else ""
     trained = "of prompts" if report.are_prompts else f"{report.trained_tokens} of them trained{share}"
     lines.append(f"tokens      {report.tokens}, {trained}")
+    if report.labels is not None:
+        lines.append("labels      {} desired, {} not desired".format(*report.labels))
     lines.append(f"duplicates  {report.duplicates}")
     if report.images:
         lines.append("images      " + ", ".join(f"{name} {value}" for name, value in report.images.items()))

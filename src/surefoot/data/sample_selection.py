@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from surefoot.data.pairs import CHOSEN, QUESTION, REJECTED, PairTrim, select_tokens, trim_within
 from surefoot.data.shard import Shard
 
-Truncation = Literal["error", "drop", "left", "right"]
+Truncation = Literal["error", "drop", "left", "right", "split"]
 TrainOn = Literal["assistant", "last_assistant", "all"]
 Side = Literal["all", "train", "eval"]
 
@@ -57,10 +57,10 @@ class SampleOptions:
         """Return which tokens are kept of pairs. Shapes: parts [S, 3], see `Shard`."""
         return trim_within(parts, self.max_length, cuts_question=self.truncation == "left")
 
-    def kept_range(self, length: int) -> tuple[int, int]:
-        """Return the range of a sample's tokens that is kept."""
-        begin = max(length - self.max_length, 0) if self.truncation == "left" else 0
-        return begin, begin + min(length, self.max_length)
+    def kept_range(self, length: int, piece: int = 0) -> tuple[int, int]:
+        """Return the range of a sample's tokens that is kept; `piece`: its number, if the sample is split."""
+        begin = max(length - self.max_length, 0) if self.truncation == "left" else piece * self.max_length
+        return begin, min(begin + self.max_length, length)
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,8 @@ class ChunkSamples:
     """The samples in use of a chunk. Shapes: S samples."""
 
     samples: NDArray[np.int64]
+    """[S]: their numbers; each is its index in the shard, unless the sample is split, see `Shard.find_piece`."""
+    indices: NDArray[np.int64]
     """[S]: indices in the shard."""
     rows: NDArray[np.int64]
     """[S]: row numbers in the chunk."""
@@ -109,7 +111,13 @@ def select_samples(shard: Shard, rows: tuple[int, int], options: SampleOptions, 
     cut_lengths, trained, loses_trained = measure
     is_untrained = (lengths if are_prompts else trained) == 0
     is_refused = too_long & (has_images | (options.truncation in ("error", "drop")))
-    used = in_range & ~(is_untrained | is_refused)
+    samples = np.flatnonzero(in_range & ~(is_untrained | is_refused))
+    cut_lengths, trained, is_cut = cut_lengths[samples], trained[samples], too_long
+    if options.truncation == "split":
+        samples, cut_lengths, trained = _split_samples(shard, samples, options)
+        is_cut = np.zeros_like(too_long)
+    indices = samples % max(len(shard), 1)
+    used = np.isin(np.arange(len(shard)), indices)
     reasons = [
         (
             int(shard.lines[i]),
@@ -120,22 +128,46 @@ def select_samples(shard: Shard, rows: tuple[int, int], options: SampleOptions, 
     # Each side of a held-out split counts its own samples; a bad row has no side and counts with the training rows.
     bad_rows = problems_in(shard, rows) if options.side != "eval" else []
     return ChunkSamples(
-        np.flatnonzero(used),
-        shard.rows[used].astype(np.int64),
-        cut_lengths[used],
-        trained[used],
-        too_long[used],
-        (too_long & loses_trained)[used],
+        samples,
+        indices,
+        shard.rows[indices].astype(np.int64),
+        cut_lengths,
+        trained,
+        is_cut[indices],
+        (is_cut & loses_trained)[indices],
         sorted(reasons + bad_rows),
         int(in_range.sum()) + len(bad_rows),
     )
+
+
+def _split_samples(
+    shard: Shard, indices: NDArray[np.int64], options: SampleOptions
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Return the numbers [P] of the pieces of samples, their tokens and the trained ones among them.
+
+    Pieces without a trained token are left out.
+    """
+    lengths = shard.lengths[indices].astype(np.int64)
+    counts = -(-lengths // options.max_length)
+    owners = np.repeat(indices, counts)
+    pieces = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
+    sizes = np.minimum(options.max_length, np.repeat(lengths, counts) - pieces * options.max_length)
+    trained = sizes - 1  # the first token of a piece is never predicted
+    has_weights = np.diff(shard.span_offsets)[owners] > 0
+    for position in np.flatnonzero(has_weights):
+        begin = int(pieces[position]) * options.max_length
+        weights = token_weights(shard, int(owners[position]), options)[begin + 1 : begin + int(sizes[position])]
+        trained[position] = np.count_nonzero(weights)
+    is_used = trained > 0
+    return (owners + pieces * len(shard))[is_used], sizes[is_used], trained[is_used]
 
 
 def _measure_samples(
     shard: Shard, options: SampleOptions
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
     """Return [S] the tokens after cutting, the trained ones among them, and whether any trained token is lost."""
-    cut_lengths = np.minimum(shard.lengths, options.max_length)
+    is_whole = options.truncation == "split"
+    cut_lengths = shard.lengths if is_whole else np.minimum(shard.lengths, options.max_length)
     begins = shard.lengths - cut_lengths if options.truncation == "left" else np.zeros_like(cut_lengths)
     trained, loses_trained = _count_trained_tokens(shard, begins, begins + cut_lengths, options.train_on)
     for sample in np.flatnonzero(shard.image_counts) if options.image_token is not None else ():

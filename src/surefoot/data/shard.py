@@ -142,6 +142,11 @@ class Shard:
         """(row in the chunk, line, reason) of the rows that are no samples."""
         return [(row, line, reason) for row, line, reason in json.loads(self._metadata["problems"])]
 
+    def find_piece(self, number: int) -> tuple[int, int]:
+        """Return (index of a sample, which of its pieces) for the number of a piece: index + piece * S."""
+        piece, index = divmod(number, len(self))
+        return index, piece
+
     def columns(self, sample: int) -> Mapping[str, Any]:
         """Return the columns kept with a sample."""
         return self._columns[sample] if self._columns else {}

@@ -9,11 +9,12 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from surefoot.config import DatasetItem, LoadedConfig
-from surefoot.config.schema import HUB_ID
+from surefoot.config.schema import HUB_ID, MessageTag
 from surefoot.data.conversation import shown
 from surefoot.data.file_readers import COMPRESSIONS, KINDS, kind_of
 from surefoot.data.row_formats import FORMATS, LABELS, FormatSpec
@@ -31,6 +32,7 @@ SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval", "trainin
 CHINESE_MARKS = "\uff0c\u3001\uff1b\u201c\u201d\u2018\u2019"
 """Commas, semicolons and quotes that an input method types, and that YAML takes for letters."""
 GIVE_DATA = "Give a file, a folder, a pattern such as data/*.jsonl, or a hub id"
+NO_DATASETS = "dataset {}: no such file or folder, and hub datasets need the package datasets: pip install datasets"
 NOT_DATA = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json", "config.json")
 """Names of files that `datasets` and LLaMA-Factory write beside data."""
 
@@ -79,7 +81,7 @@ def find_sources(items: Sequence[DatasetItem], where: str = "dataset") -> list[S
 def sources_of(loaded: LoadedConfig, setting: DataSetting, *, only_local: bool = False) -> list[Source]:
     """Return the files of a dataset setting and how to read their rows.
 
-    Hub datasets are fetched, or left out if `only_local`.
+    Hub datasets are fetched; if `only_local`, they are left out, but their package must be here.
     Raises: DataError; ConfigError if files that the run writes would become rows.
     """
     config = loaded.run
@@ -91,6 +93,8 @@ def sources_of(loaded: LoadedConfig, setting: DataSetting, *, only_local: bool =
                 "run's metrics.jsonl would be read as rows when it goes on. Give an output_dir elsewhere "
                 f"({loaded.where('output_dir', setting)})."
             )
+        if only_local and is_of_hub(item) and find_spec("datasets") is None:
+            raise DataError(f"{NO_DATASETS.format(item.path)} ({loaded.where(setting)}).")
     resolved_items = [
         item.model_copy(
             update={
@@ -134,7 +138,7 @@ def _resolve_source(item: DatasetItem) -> Source:
         near = difflib.get_close_matches(unknown[0], sorted(COLUMNS), n=1, cutoff=0.5)
         hint = f"; did you mean '{near[0]}'?" if near else f". Known: {', '.join(sorted(COLUMNS))}."
         raise _BadSource(f"columns: '{unknown[0]}' is no column of any format{hint}")
-    spec = FormatSpec(item.format, item.columns)
+    spec = FormatSpec(item.format, item.columns, {str(tag): name for tag, name in item.tags.items()})
     info = _info_file_of(item)
     if info is not None:
         return _resolve_info_entry(*_find_info_entry(*info), info[0].parent, item, rows)
@@ -266,9 +270,7 @@ def _load_from_hub(name: str, subset: str | None, split: str) -> tuple[Path, ...
     try:
         import datasets
     except ImportError as error:
-        raise _BadSource(
-            f"dataset {name}: no such file or folder, and hub datasets need the package datasets: pip install datasets"
-        ) from error
+        raise _BadSource(NO_DATASETS.format(name)) from error
     try:
         fetched = datasets.load_dataset(name, subset, split=split)
     except MemoryError:
@@ -348,7 +350,7 @@ INFO_COLUMNS: dict[str, dict[str, str]] = {
     "openai": {"messages": "messages"},
 }
 """Map from LLaMA-Factory's column names to Surefoot's, by `formatting`."""
-INFO_TAGS = ("role_tag", "content_tag", "user_tag", "assistant_tag", "observation_tag", "function_tag", "system_tag")
+INFO_TAGS = get_args(MessageTag)
 PAIR_COLUMNS = {"chosen": "chosen", "rejected": "rejected"}
 UNTRAINABLE_INFO = ("videos", "audios")
 

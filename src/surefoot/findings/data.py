@@ -80,4 +80,10 @@ PAGES = {
         "without thoughts.",
         severity="info",
     ),
+    "SF513": Page(
+        "all answers have the same label",
+        "Each answer of KTO's data is desired, or none is: the model moves in one direction, and learns no difference.",
+        "Check the column of the labels, and add rows with the other label. With desired answers alone, method: sft "
+        "does the same with less work.",
+    ),
 }

@@ -21,6 +21,8 @@ TYPOGRAPHIC_OPTION = re.compile(
     rf"^(?=-*[{DASHES}])(?:[-{DASHES}]{{2,}}([A-Za-z]\w*)|[{DASHES}]([A-Za-z]\w*_\w+))(?:=|$)"
 )
 """An option with dashes that text programs and input methods put in the place of `--`."""
+OTHER_QUOTES = re.compile(r"[\u2018\u201c\u300c]\S*[\u2019\u201d\u300d]")
+"""A word in quotes that text programs and input methods put in the place of `"`."""
 WHICH_OUTPUT = re.compile(r"\$\(which (\S+)\)")
 """`$(which swift)`, as scripts write it for torchrun."""
 LAUNCHER_OPTIONS = {"nproc_per_node": "nproc_per_node", "num_processes": "nproc_per_node", "num_gpus": "nproc_per_node",
@@ -252,6 +254,8 @@ def parse_options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
                 f"{word[:80]}: begins with a dash that is not `-`, so no program takes it for an option. Write "
                 f"--{match[1] or match[2]}."
             )
+        if OTHER_QUOTES.fullmatch(word):
+            raise ConfigError(f"{word[:80]}: these quotes are none to a shell. Write ' or \".")
         if UNKNOWN_WORD.match(word) or (word.startswith(UNSET) and options.get(name, "") is not True):
             unknown_words.append(restore_dollars(word))
         elif word.startswith("--") or (HYDRA_OPTION.match(word) and not name):

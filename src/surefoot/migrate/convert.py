@@ -1,6 +1,7 @@
 """Conversion of another program's run to a run.yaml, with the settings that were left out and the findings."""
 
 import re
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from surefoot.config.aliases import NOT_HERE
 from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
 from surefoot.config.methods import known_fields, method_names
 from surefoot.errors import ConfigError
+from surefoot.migrate.axolotl_sources import are_texts, list_axolotl_left_out
 from surefoot.migrate.distillation import PEER_METHODS
 from surefoot.migrate.drop_invalid import drop_invalid_settings
 from surefoot.migrate.field_map import (
@@ -35,7 +37,7 @@ from surefoot.migrate.peer_tables import (
 from surefoot.migrate.preferences import LIMITS, METHODS
 from surefoot.migrate.rollout_engine import choose_rollout_engine
 from surefoot.migrate.sharding import check_deepspeed_config, read_deepspeed_settings
-from surefoot.migrate.sources import list_axolotl_left_out, list_swift_left_out, note_hub_of_model
+from surefoot.migrate.swift_sources import list_swift_left_out, note_hub_of_model
 from surefoot.migrate.trained_modules import choose_linear_targets, choose_trained_modules, leave_out_expert_dropout
 from surefoot.migrate.values import as_list, is_null, parse_number
 
@@ -56,8 +58,18 @@ LIBRARY_VARIABLES = re.compile(
 """Environment variables read by libraries that Surefoot uses too."""
 LAUNCHER_VARIABLES = frozenset({"NODE_RANK", "FORCE_TORCHRUN", "GPUS_PER_NODE", "RANK"})
 """Variables that scripts set for a launcher. Surefoot needs none: each machine detects its own rank."""
-USUALLY_TRUE = frozenset({"freeze_aligner", "freeze_multi_modal_projector", "completion_only_loss"})
+USUALLY_TRUE = frozenset({"freeze_aligner", "freeze_multi_modal_projector"})
 
+OVERRIDES = (
+    ("max_steps", "num_train_epochs"),
+    ("warmup_steps", "warmup_ratio"),
+    ("saves_per_epoch", "save_steps"),
+    ("evals_per_epoch", "eval_steps"),
+)
+"""(setting, the one that peer programs ignore beside it)."""
+SPLIT_TEXTS = {"train_on": "all", "truncation": "split"}
+"""Settings of plain texts, each of which becomes as many samples as it needs."""
+PACKED_TEXTS = {**SPLIT_TEXTS, "packing": True}
 ENGINE_SETTINGS = ("vllm_server_host", "vllm_server_port", "vllm_mode")
 """Peer settings that `rollout_engine` reads."""
 UNKNOWN_VALUE = "the script does not set this value"
@@ -79,6 +91,7 @@ def convert(run: ParsedRun) -> ImportedRun:
     for name, value in collect_defaults(imported).items():
         imported.settings.setdefault(name, (value, f"default of {run.program}"))
     note_peer_defaults(imported)
+    _resolve_shares_of_run(imported)
     _carry_max_samples(imported)
     choose_trained_modules(imported)
     choose_linear_targets(imported)
@@ -111,8 +124,12 @@ def _start_import(imported: ImportedRun) -> None:
     if run.method == "pt":  # pretraining on plain text trains every token
         run.method = "sft"
         imported.settings["train_on"] = ("all", f"stage pt of {run.program}")
-        if run.program == "LLaMA-Factory" and "packing" not in run.settings:
-            imported.settings["packing"] = (True, f"stage pt of {run.program}")
+        if run.program == "LLaMA-Factory" and run.settings.get("packing", True):
+            imported.settings |= {name: (value, f"stage pt of {run.program}") for name, value in PACKED_TEXTS.items()}
+        elif run.program == "LLaMA-Factory":
+            imported.settings["truncation"] = ("right", f"packing of {run.get_location('packing')}")
+    if run.program == "axolotl" and are_texts(run.settings.get("datasets")):
+        imported.settings |= {name: (value, "type: completion") for name, value in SPLIT_TEXTS.items()}
     if run.method == "rm":
         run.method = "reward"
     if run.method in PEER_METHODS:
@@ -247,7 +264,7 @@ def _carry_variables(imported: ImportedRun) -> None:
 
 def _drop_overridden_settings(imported: ImportedRun) -> None:
     """Leave out the setting that the peer programs ignore when two settings control the same thing."""
-    for winner, other in (("max_steps", "num_train_epochs"), ("warmup_steps", "warmup_ratio")):
+    for winner, other in OVERRIDES:
         if {winner, other} <= imported.settings.keys():
             value, origin = imported.settings.pop(other)
             imported.left_out[f"{origin.partition(' of ')[0]} = {value}"] = (
@@ -259,8 +276,10 @@ def _choose_eval_dataset(imported: ImportedRun) -> None:
     """Choose the evaluation data: none if the strategy is `no`; else, for TRL, the `test` split of its dataset."""
     run, options = imported.source, imported.source.settings
     strategies = [options[name] for name in ("eval_strategy", "evaluation_strategy") if name in options]
+    if run.program == "ms-swift" and not strategies:  # its default is the strategy of checkpoints
+        strategies = [options[name] for name in ("save_strategy",) if name in options]
     if strategies and strategies[-1] in ("no", False):
-        for name in ("eval_dataset", "eval_fraction", "eval_steps"):
+        for name in ("eval_dataset", "eval_fraction", "eval_steps", "evals_per_epoch"):
             imported.leave_out(name, "eval_strategy: no")
         return
     if run.program != "TRL" or not isinstance(imported.get_value("dataset"), str):
@@ -276,6 +295,25 @@ def _choose_eval_dataset(imported: ImportedRun) -> None:
         imported.settings["dataset"] = ([make_source(train)], origin)
     if strategies and not imported.has_evaluation and test is not None:
         imported.settings["eval_dataset"] = (make_source(test), f"dataset_test_split of {run.program}")
+
+
+def _resolve_shares_of_run(imported: ImportedRun) -> None:
+    """Carry intervals below 1, which are shares of the whole run in transformers' trainer."""
+    max_steps, epochs = (imported.get_value(name) for name in ("max_steps", "num_train_epochs"))
+    for steps, per_epoch in (("save_steps", "saves_per_epoch"), ("eval_steps", "evals_per_epoch")):
+        share, origin = imported.settings.get(steps, (None, ""))
+        if not isinstance(share, float) or not 0 < share < 1:
+            continue
+        if isinstance(max_steps, int) and max_steps > 0:
+            imported.settings[steps] = (ceil(max_steps * share), f"{origin}: {share:g} of {max_steps} steps")
+        elif isinstance(epochs, int | float) and epochs > 0:
+            parts = 1 / (share * epochs)
+            del imported.settings[steps]
+            imported.settings[per_epoch] = (max(round(parts), 1), f"{origin}: {share:g} of {epochs:g} epochs")
+            if abs(parts - round(parts)) > 1e-6 or parts < 1:
+                imported.left_out[f"{steps} = {share:g}"] = (
+                    f"every {share * epochs:g} epochs is no whole number of times in an epoch; the nearest is carried"
+                )
 
 
 def _carry_max_samples(imported: ImportedRun) -> None:
@@ -299,10 +337,15 @@ def _leave_out_redundant_evaluation(imported: ImportedRun) -> None:
     settings, program = imported.settings, imported.source.program
     if "eval_dataset" in settings:
         imported.leave_out("eval_fraction", "eval_dataset is set")
-    if imported.has_evaluation and program == "ms-swift" and "save_steps" in settings:
-        settings.setdefault("eval_steps", (imported.get_value("save_steps"), f"default of {program}"))
+    if imported.has_evaluation and program == "ms-swift" and "evals_per_epoch" not in settings:
+        if "saves_per_epoch" in settings and imported.source.settings.get("eval_strategy", "epoch") == "epoch":
+            imported.leave_out("eval_steps", "evals_per_epoch overrides it, as in ms-swift")
+            settings["evals_per_epoch"] = (imported.get_value("saves_per_epoch"), f"default of {program}")
+        elif "save_steps" in settings:
+            settings.setdefault("eval_steps", (imported.get_value("save_steps"), f"default of {program}"))
     if not imported.has_evaluation:
-        imported.leave_out("eval_steps", "no evaluation data is set")
+        for name in ("eval_steps", "evals_per_epoch"):
+            imported.leave_out(name, "no evaluation data is set")
     method = imported.source.method
     for name in {"grpo": ("packing", "train_on"), "dpo": ("train_on",), "kto": ("train_on",)}.get(method, ()):
         imported.leave_out(name, f"not available with method: {method}")

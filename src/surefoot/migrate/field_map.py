@@ -11,6 +11,7 @@ from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
 from surefoot.config.methods import known_fields
 from surefoot.config.schema import REGULAR_EXPRESSION
 from surefoot.methods.grpo.settings import OF_MODEL
+from surefoot.migrate.axolotl_sources import map_axolotl_source
 from surefoot.migrate.distillation import map_distillation
 from surefoot.migrate.parsed_run import ParsedRun, resolve_path
 from surefoot.migrate.peer_tables import (
@@ -24,7 +25,7 @@ from surefoot.migrate.peer_tables import (
 )
 from surefoot.migrate.preferences import map_preferences
 from surefoot.migrate.sharding import FSDP_SETTINGS, map_fsdp_settings
-from surefoot.migrate.sources import check_entries, map_axolotl_source, parse_swift_source
+from surefoot.migrate.swift_sources import parse_swift_source
 from surefoot.migrate.values import as_list, is_null, parse_number
 
 TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow", "trackio")
@@ -37,6 +38,7 @@ LOSS_SCALES: dict[str, dict[str, Any]] = {
 """ms-swift's loss_scale -> the turns that are trained."""
 SWITCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "assistant_only_loss": ({"train_on": "assistant"}, {}),
+    "use_swanlab": ({"report_to": ["swanlab"]}, {}),
     "use_peft": ({"tuning": "lora"}, {"tuning": "full"}),
     "vllm_importance_sampling_correction": ({}, {"importance_correction": "none"}),
     "disable_gradient_checkpointing": ({"gradient_checkpointing": False}, {"gradient_checkpointing": True}),
@@ -113,7 +115,7 @@ def _map_axolotl(run: ParsedRun, name: str, value: Any) -> MappedSettings:
     if name in ("lora_target_modules", "lora_target_parameters") and run.settings.get("lora_target_linear"):
         return {} if _parse_target_modules(value) is not None else None  # merged into the mapping of lora_target_linear
     if name == "datasets" or (name == "test_datasets" and value):
-        entries = [map_axolotl_source(item) for item in check_entries(run, name, value)]
+        entries = [map_axolotl_source(item) for item in run.check_entries(name, value)]
         return {"dataset" if name == "datasets" else "eval_dataset": entries}
     return ...
 
@@ -136,7 +138,7 @@ def _map_data(run: ParsedRun, name: str, value: Any) -> MappedSettings:
         return {} if value in (True, None) else {"shuffle": False}
     if name == "datasets" and run.program == "TRL":
         entries = [{"subset" if key == "name" else key: option for key, option in source.items()}
-                 for source in check_entries(run, name, value)]  # fmt: skip
+                 for source in run.check_entries(name, value)]  # fmt: skip
         return {"dataset": entries}
     if name in ("dataset_config", "dataset_train_split", "dataset_test_split") and run.program == "TRL":
         return {}  # carried with the dataset
@@ -170,6 +172,8 @@ def _map_data(run: ParsedRun, name: str, value: Any) -> MappedSettings:
         return {"truncation": "error"}  # TRL then truncates nothing
     if name in ("packing", "sample_packing", "neat_packing") and not value:
         return {}
+    if name == "completion_only_loss" and run.method == "sft":
+        return {"train_on": "assistant" if value else "all"} if isinstance(value, bool) else {}
     if name == "loss_scale" and isinstance(value, str) and value in LOSS_SCALES:
         return LOSS_SCALES[value]
     return ...
@@ -215,6 +219,10 @@ def _map_duration(run: ParsedRun, name: str, value: Any) -> MappedSettings:
         return {}  # carried with the evaluation data
     if name == "save_strategy" and value in ("no", False):
         return {"save_steps": 0}
+    if name == "save_strategy" and value == "epoch":
+        return {"saves_per_epoch": 1}
+    if name in ("eval_strategy", "evaluation_strategy") and value == "epoch":
+        return {"evals_per_epoch": 1}
     if name == "save_total_limit" and isinstance(limit := parse_number(value), int) and limit <= 0:
         return {"save_total_limit": None}  # unlimited
     if name in ("warmup_steps", "warmup_ratio") and find_peer_schedule(run) == "constant":

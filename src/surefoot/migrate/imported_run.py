@@ -66,7 +66,12 @@ class ImportedRun:
         self.left_out[f"{name}{NOT_GIVEN}"] = why
 
     def move_to(self, folder: Path) -> None:
-        """Make the paths of existing files relative to `folder`, where run.yaml is written."""
+        """Make the paths of existing files relative to `folder`, where run.yaml is written.
+
+        `output_dir` is taken to be where the files are: in the folder of the run, or in the current one.
+        """
+        base = self.source.base
+        bases: list[Path] = []
 
         def relocate_path(value: Any) -> Any:
             if isinstance(value, list):
@@ -75,15 +80,18 @@ class ImportedRun:
                 return {**value, "path": relocate_path(value["path"])}
             if not isinstance(value, str) or Path(value).is_absolute():
                 return value
-            path = resolve_path(self.source.base, value)
-            return os.path.relpath(path, folder) if path.exists() else value
+            path = resolve_path(base, value)
+            if not path.exists():
+                return value
+            bases.append(base if (base / value).exists() else Path.cwd())
+            return os.path.relpath(path, folder)
 
         for name in self.settings.keys() & set(PATHS):
             value, origin = self.settings[name]
             self.settings[name] = (relocate_path(value), origin)
         output, origin = self.settings.get("output_dir", (None, ""))
         if isinstance(output, str) and not Path(output).is_absolute():  # relocated even if it does not exist yet
-            path = resolve_path(self.source.base, output)
+            path = base / output if base in bases or not bases else Path.cwd() / output
             self.settings["output_dir"] = (os.path.relpath(path, folder), origin)
 
     def as_yaml(self) -> str:

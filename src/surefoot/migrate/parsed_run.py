@@ -43,6 +43,12 @@ class ParsedRun:
         """Return where a peer setting is set; the program's name if that is unknown."""
         return self.locations.get(name, self.program)
 
+    def check_entries(self, name: str, value: Any) -> list[dict[str, Any]]:
+        """Return the entries of a list of data sources. Raises: ConfigError if one is no mapping with a path."""
+        if not isinstance(value, list) or not all(isinstance(entry, dict) and entry.get("path") for entry in value):
+            raise self.make_value_error(name, value, "a list of mappings with a path each")
+        return value
+
     def make_value_error(self, name: str, value: Any, expected: str) -> ConfigError:
         """Return the error for a setting whose value is not what is `expected`, with its file and line."""
         return ConfigError(f"{name}={value!r}, but expected {expected} ({self.get_location(name)}).")

@@ -76,6 +76,7 @@ def collect_defaults(imported: ImportedRun) -> dict[str, Any]:
         "warmup_steps": "warmup_ratio" in settings or find_peer_schedule(run) == "constant",
         "gradient_accumulation_steps": "global_batch_size" in settings,
         "save_steps": run.settings.get("save_strategy", "steps") != "steps",
+        "saves_per_epoch": "save_steps" in settings or run.settings.get("save_strategy", "epoch") != "epoch",
         # Surefoot's GRPO and DPO refuse LoRA dropout; trainers of DPO and distillation turn it off by default.
         "lora_dropout": run.method in ("grpo", "distill", *METHODS),
         **dict.fromkeys(read_deepspeed_settings(imported), True),
@@ -107,7 +108,6 @@ def note_peer_defaults(imported: ImportedRun) -> None:
     explicit = {name for name, (_, origin) in imported.settings.items() if not origin.startswith("default of")}
     explicit |= {"nproc_per_node"} & imported.settings.keys()
     explicit |= {"warmup_ratio"} if "warmup_ratio" not in imported.settings else set()
-    explicit |= {"save_steps"} if "saves_per_epoch" in run.settings else set()
     notes = DEFAULT_NOTES.get(run.program, {})
     if run.method in METHODS:
         notes = {name: why for name, why in notes.items() if name != "train_on"}

@@ -26,7 +26,7 @@ DEFAULTS: dict[str, Settings] = {
     },
     "axolotl": {
         "tuning": "full", "max_length": 512, "truncation": "drop", "per_device_train_batch_size": 1,
-        "warmup_ratio": 0.03, "save_total_limit": 4,
+        "warmup_ratio": 0.03, "saves_per_epoch": 1, "save_total_limit": 4,
     },
     "DeepSpeed": {},
 }  # fmt: skip
@@ -89,7 +89,6 @@ DEFAULT_NOTES: dict[str, dict[str, str]] = {
         "nproc_per_node": "axolotl starts a process for each visible GPU: set the number of processes",
         "warmup_ratio": "axolotl's default is 3 % of the run, but at most 100 steps: for more than 3,333 steps set "
         "warmup_steps: 100",
-        "save_steps": "axolotl saves a checkpoint at the end of each epoch. Here one is saved every 100 steps",
     },
     "TRL": {
         "nproc_per_node": "TRL takes it from accelerate's configuration or launcher: set the number of processes",
@@ -136,7 +135,11 @@ IGNORED_IF: dict[str, tuple[frozenset[Any], str]] = {
     ),
     **dict.fromkeys(
         ("save_strategy", "evaluation_strategy", "eval_strategy", "logging_strategy"),
-        (frozenset(("steps",)), "intervals are numbers of steps: set save_steps, eval_steps or logging_steps"),
+        (
+            frozenset(("steps",)),
+            "intervals are steps or parts of an epoch: set save_steps or saves_per_epoch, "
+            "eval_steps or evals_per_epoch, logging_steps",
+        ),
     ),
     "loss_type": (CROSS_ENTROPY, "the loss is cross-entropy over the trained tokens"),
     "save_only_model": (frozenset((False, None)), "checkpoints include the optimizer state, which resuming needs"),
@@ -194,14 +197,11 @@ UNSUPPORTED = _index_by_name({
     "{{AUTHOR}} in the data (swift/self-cognition) is not replaced: write the author there": "model_author",
     "the model's own tokenizer is used unchanged": "special_tokens tokenizer_name_or_path tokenizer_config",
     "the architecture is that of the model's config.json": "model_type",
-    "train_on sets which turns are trained": "completion_only_loss",
     "PEFT takes one regular expression, and in a list of several finds no module of such a name":
         "target_modules lora_target_modules lora_target",
     "the setting `shuffle` shuffles rows": "train_dataloader_shuffle",
     "sequences are not split over GPUs here, so each GPU takes its own samples: divide gradient_accumulation_steps by "
     "it for the same batch": "sequence_parallel_size context_parallel_size context_parallel_degree cp_size",
-    "eval_steps and save_steps count steps: `surefoot data` shows how many rows an epoch has":
-        "evals_per_epoch saves_per_epoch",
     "the model's chat template ends a turn": "eos_token",
     "rows are not padded": "pad_token",
     "name the file as chat_template": "chat_template_path",
@@ -221,6 +221,8 @@ UNSUPPORTED = _index_by_name({
     "the seed sets the order of rows, and packing leaves no padding": "group_by_length",
     "report_to: [wandb] reads it from wandb's own variables (WANDB_PROJECT, WANDB_ENTITY, WANDB_NAME)":
         "wandb_project wandb_entity wandb_name wandb_run_id wandb_log_model",
+    "report_to: [swanlab] reads it from SwanLab's own variables (SWANLAB_PROJECT, SWANLAB_WORKSPACE, SWANLAB_MODE)":
+        "swanlab_project swanlab_workspace swanlab_mode swanlab_logdir",
     "push_to_hub: user/name uploads what a run wrote": "hub_model_id hub_strategy",
     "plugins of axolotl are not run": "plugins",
     "a loss that jumps or is not finite is reported as a finding (SF4..), without a threshold":

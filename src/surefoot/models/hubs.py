@@ -103,6 +103,12 @@ def find_cached(source: str) -> Path | None:
     return Path(cached).parent if isinstance(cached, str) else None
 
 
+def require_package(source: str, where: str) -> None:
+    """Raise ModelError if a model is on ModelScope and its package is not installed."""
+    if is_on_modelscope(source):
+        _require_modelscope(source, where)
+
+
 def _require_modelscope(source: str, where: str) -> None:
     try:
         import modelscope  # noqa: F401

@@ -1,5 +1,6 @@
 """Memory and rates of accelerators by their data sheets, and of this machine by a short measurement."""
 
+import difflib
 import math
 import os
 import time
@@ -74,8 +75,11 @@ def get_device(name: str) -> Device:
     """Return the accelerator of this name. Raises: ConfigError for an unknown name."""
     if name in DEVICES:
         return DEVICES[name]
+    near = difflib.get_close_matches(name.lower().replace(" ", ""), DEVICES, n=1)
+    hint = f"; did you mean {near[0]}?" if near else "."
     raise ConfigError(
-        f"device={name}: unknown device. Choose one of {', '.join(DEVICES)}, or cpu, cuda or auto for this machine."
+        f"device={name}: unknown device{hint} Choose one of {', '.join(DEVICES)}, or cpu, cuda or auto for this "
+        "machine."
     )
 
 

@@ -184,7 +184,7 @@ def forecast(
     server = _plan_server(run, device, sizes)
     setup = RankSetup(
         process_bytes=GPU_PROCESS_BYTES if device.is_gpu else _measure_process_bytes(),
-        saves_checkpoints=bool(run.save_steps),
+        saves_checkpoints=run.planned_checkpoints != 0,
         is_on_gpu=device.is_gpu,
         is_full=run.tuning == "full",
         ranks_here=run.nproc_per_node,

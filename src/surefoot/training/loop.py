@@ -81,6 +81,7 @@ def fit(
                 batch = _next_batch_or_save(loop, state, stop)
                 if batch is None:
                     break
+                epoch = state.epoch
                 state = _run_step(loop, state, batch)
                 stop.step_time_s = time.perf_counter() - batch.began
                 on_device = sample_device_memory(loop.train_context.device, loop.ranks.rank, state.step)
@@ -89,17 +90,17 @@ def fit(
                 if (state.step - first) % MEMORY_SAMPLE_STEPS == 0:
                     loop.emit(sample_memory(loop.train_context, state.step))
                 is_last = loop.is_over(state)
-                if is_last or (config.eval_steps and state.step % config.eval_steps == 0):
+                if is_last or config.evaluates_after(state.step, epoch, state.epoch):
                     state = _evaluate(loop, state)
             except DataError:  # in rows that are prepared only now; the training so far is saved
                 _save_if_new(loop, state)
                 raise
-            if config.save_steps and not is_last and state.step % config.save_steps == 0:
+            if not is_last and config.saves_after(state.step, epoch, state.epoch):
                 _save_state(loop, state)
             _report_saves(loop)
         stop.note_last_save()
         ended_early = not loop.is_over(state) or state.evaluation_is_due
-        if ended_early or config.save_steps:
+        if ended_early or config.planned_checkpoints != 0:
             _save_if_new(loop, state)
     return state, "interrupted" if ended_early else "completed"
 

@@ -195,5 +195,4 @@ def _least_host_bytes(run: RunConfig, weights: Weights, *, is_on_gpus: bool) -> 
 
 def _has_checkpoint_copy(run: RunConfig) -> bool:
     """Return whether steps follow a first checkpoint, whose buffer stays allocated. Adapters are too small to count."""
-    saves_again = run.save_steps and (run.max_steps is None or run.max_steps > run.save_steps)
-    return run.tuning == "full" and bool(saves_again)
+    return run.tuning == "full" and run.planned_checkpoints not in (0, 1)

@@ -74,12 +74,12 @@ def check_checkpoints(context: CheckContext) -> Result:
 
 def _count_new_checkpoints(run: RunConfig) -> tuple[int, str]:
     """Return (the largest number of further checkpoints at a time, the same in words)."""
-    num_planned = -(-run.max_steps // run.save_steps) if run.save_steps and run.max_steps is not None else None
+    num_planned = run.planned_checkpoints
     # The newest is written before the oldest is deleted. If all are kept and their number is unknown, count two.
     num_checkpoints = run.save_total_limit + 1 if run.save_total_limit else num_planned or 2
-    num_checkpoints = 0 if not run.save_steps else min(num_checkpoints, num_planned or num_checkpoints)
+    num_checkpoints = num_checkpoints if num_planned is None else min(num_checkpoints, num_planned)
     num_checkpoints = max(num_checkpoints - len(_list_checkpoints(run)), min(num_checkpoints, 1))
-    keeps_all = run.save_steps and not run.save_total_limit and num_planned is None
+    keeps_all = not run.save_total_limit and num_planned is None
     return num_checkpoints, f"{num_checkpoints} checkpoint{'s' * (num_checkpoints != 1)}" + (
         " at the least, since all are kept," if keeps_all else ""
     )

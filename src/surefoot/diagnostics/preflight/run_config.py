@@ -12,6 +12,7 @@ from surefoot.errors import ConfigError, SurefootError
 from surefoot.methods.registry import method_of
 from surefoot.models.adapter_files import load_adapter_files
 from surefoot.models.build import load_config, load_tokenizer
+from surefoot.models.hubs import require_package
 from surefoot.models.model_size import weights_of
 from surefoot.models.pretrained import check_generation_config
 from surefoot.models.resolve_model import folder_here, resolve_model
@@ -49,6 +50,8 @@ def _check_run(loaded: LoadedConfig) -> Result:
             check_generation_config(base)
             weights_of(base)  # a damaged file is reported by `check_model`
             check_weights_fill(base, has_score=run.has_score)
+        else:
+            require_package(run.model, loaded.where("model"))
         _check_named_files(loaded)
     except ValueError as error:  # of a damaged file
         raise NotApplicable(str(error)) from error
