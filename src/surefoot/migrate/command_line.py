@@ -48,6 +48,8 @@ IGNORED_LAUNCHER_OPTIONS = frozenset(
     "max_restarts tee log_dir".split()
 )
 """Launcher options without a setting: Surefoot takes them when the run is started, or always acts like this."""
+MEGATRON = "megatron"
+"""Command of ms-swift for training with Megatron."""
 TRL_METHODS = ("sft", "grpo", "dpo", "kto", "reward", "rloo", "distillation")
 """Subcommands of `trl`."""
 TRL_SCRIPTS = frozenset(f"{method}.py" for method in TRL_METHODS)
@@ -65,6 +67,7 @@ SUBCOMMANDS = {
     ("swift", "sft"): ("ms-swift", "sft"),
     ("swift", "rlhf"): ("ms-swift", "rlhf"),
     ("swift", "pt"): ("ms-swift", "pt"),
+    **{(MEGATRON, method): ("ms-swift", method) for method in ("sft", "rlhf", "pt")},
     **{("trl", method): ("TRL", method) for method in TRL_METHODS},
     ("axolotl", "train"): ("axolotl", "sft"),
     ("llamafactory-cli", "train"): ("LLaMA-Factory", "sft"),
@@ -92,20 +95,12 @@ class PeerCommand(NamedTuple):
 
 
 def find_command(words: Sequence[str]) -> PeerCommand | None:
-    """Return the command of a known program, or None if the words contain none.
-
-    Raises: ConfigError for the command `megatron` of ms-swift.
-    """
+    """Return the command of a known program, or None if the words contain none."""
     for index, word in enumerate(words):
         which_match = WHICH_OUTPUT.fullmatch(restore_dollars(word))
         name = which_match[1] if which_match else Path(word).name
         folders = Path(word).parts
         following = words[index + 1] if index + 1 < len(words) else ""
-        if name == "megatron" and following in ("sft", "pt", "rlhf"):
-            raise ConfigError(
-                f"megatron {following}: cannot import commands of ms-swift's Megatron, which has options of its own. "
-                f"Give the `swift {following}` command of the same run."
-            )
         if (name, following) in SUBCOMMANDS:
             return PeerCommand(*SUBCOMMANDS[name, following], index, index + 2)
         script: tuple[str, str] | None = MODULES.get(word)

@@ -9,6 +9,7 @@ from surefoot.config.aliases import NOT_HERE
 from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
 from surefoot.config.methods import known_fields, method_names
 from surefoot.errors import ConfigError
+from surefoot.migrate import megatron
 from surefoot.migrate.axolotl_sources import are_texts, list_axolotl_left_out
 from surefoot.migrate.distillation import PEER_METHODS
 from surefoot.migrate.drop_invalid import drop_invalid_settings
@@ -102,7 +103,7 @@ def convert(run: ParsedRun) -> ImportedRun:
     imported.settings.setdefault("output_dir", ("run", "not set by the run"))
     zero_stage = read_deepspeed_settings(imported).get("zero_stage", imported.get_value("zero_stage"))
     is_fp16 = any(": fp16.enabled" in name for name in imported.left_out)
-    imported.findings = list(lint(run, is_zero3=zero_stage == 3, is_fp16=is_fp16))
+    imported.findings = list(lint(run, is_zero3=zero_stage == 3 and not run.uses_megatron, is_fp16=is_fp16))
     try:
         if run.method in method_names():  # what is valid for another method is not known
             drop_invalid_settings(imported)
@@ -193,6 +194,8 @@ def _carry_setting(imported: ImportedRun, name: str, value: Any) -> None:
 
 def _list_left_out_parts(run: ParsedRun, name: str, value: Any, peer_setting: str) -> dict[str, str]:
     """Return the parts of a peer setting that are lost although the rest is carried, each with its reason."""
+    if (why := megatron.note_left_out(run, name, value)) is not None:
+        return {peer_setting: why}
     if name == "datasets" and run.program == "axolotl":
         return list_axolotl_left_out(run, value)
     if name in ("dataset", "val_dataset") and run.program == "ms-swift":
@@ -217,6 +220,8 @@ def _list_left_out_parts(run: ParsedRun, name: str, value: Any, peer_setting: st
 def _record_unmapped_setting(imported: ImportedRun, name: str, value: Any, peer_setting: str) -> None:
     """Record a peer setting without a counterpart: as left out, as ignored, or as unknown."""
     left_out = imported.left_out
+    if megatron.note_left_out(imported.source, name, value) is not None:
+        return  # listed with its reason
     if imported.source.method in METHODS and name in LIMITS:
         left_out[peer_setting] = "max_length limits the question with one answer"
     elif name in UNSUPPORTED_GRPO:

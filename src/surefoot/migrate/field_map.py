@@ -13,6 +13,7 @@ from surefoot.config.schema import REGULAR_EXPRESSION
 from surefoot.methods.grpo.settings import OF_MODEL
 from surefoot.migrate.axolotl_sources import map_axolotl_source
 from surefoot.migrate.distillation import map_distillation
+from surefoot.migrate.megatron import map_megatron
 from surefoot.migrate.parsed_run import ParsedRun, resolve_path
 from surefoot.migrate.peer_tables import (
     CROSS_ENTROPY,
@@ -66,6 +67,7 @@ def map_setting(run: ParsedRun, name: str, value: Any) -> dict[str, Any] | None:
     if name in CARRIED_ELSEWHERE:
         return {}
     for map_part in (
+        map_megatron,
         map_preferences,
         map_distillation,
         _map_axolotl,

@@ -10,6 +10,7 @@ from surefoot.config.documents import parse_json, parse_yaml, read_text, shorten
 from surefoot.config.methods import known_fields
 from surefoot.errors import ConfigError
 from surefoot.migrate.command_line import (
+    MEGATRON,
     apply_accelerate_config,
     apply_hostfile,
     divide_processes,
@@ -199,6 +200,7 @@ def _read_command(
     else:
         settings = launcher.settings | options
         run = ParsedRun(program, {}, {}, base=base, method=_detect_method(program, settings, method))
+    run.uses_megatron = Path(words[command.begin]).name == MEGATRON
     run.method = run.method if method in ("sft", "rlhf") else method
     overrides = launcher.settings | options
     run.settings |= overrides

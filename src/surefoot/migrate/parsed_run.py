@@ -22,6 +22,8 @@ class ParsedRun:
     method: str = "sft"
     peer_method: str = ""
     """The method under its name in the other program, where Surefoot has another name; else empty."""
+    uses_megatron: bool = False
+    """Whether it is a run of ms-swift's Megatron, whose options have other names."""
     launcher: dict[str, Any] = field(default_factory=dict)
     """Launcher options before the script that the program itself does not read."""
     other_commands: list[str] = field(default_factory=list)

@@ -3,6 +3,7 @@
 from math import prod
 from typing import Any
 
+from surefoot.migrate import megatron
 from surefoot.migrate.distillation import defaults_of, generates, needs_prompt_limit
 from surefoot.migrate.field_map import find_peer_schedule
 from surefoot.migrate.imported_run import ImportedRun
@@ -35,7 +36,7 @@ def collect_defaults(imported: ImportedRun) -> dict[str, Any]:
     """Return the peer program's defaults for this run, without those that its settings override."""
     run, settings = imported.source, imported.settings
     is_trl, is_swift, is_grpo = run.program == "TRL", run.program == "ms-swift", run.method == "grpo"
-    defaults = dict(DEFAULTS[run.program])
+    defaults = dict(DEFAULTS[run.program]) if not run.uses_megatron else megatron.defaults_of(run)
     if is_trl and imported.get_value("tuning") == "lora":
         defaults |= TRL_LORA
     if is_grpo and _is_swift_3(run):
@@ -54,6 +55,7 @@ def collect_defaults(imported: ImportedRun) -> dict[str, Any]:
     factor, rank = LORA_ALPHA_FACTOR.get(run.program), imported.get_value("lora_rank")
     if factor and isinstance(rank, int):
         defaults["lora_alpha"] = factor * rank
+    is_swift = is_swift and not run.uses_megatron
     if is_swift and imported.get_value("tuning", defaults.get("tuning")) == "full":
         defaults["learning_rate"] = 1e-5
     if is_swift and not is_grpo:

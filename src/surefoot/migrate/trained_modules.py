@@ -59,7 +59,8 @@ def _train_vision_tower_only(imported: ImportedRun, name: str, *, is_full: bool,
 def choose_linear_targets(imported: ImportedRun) -> None:
     """Adapt neither experts nor routers as part of `all` linear layers, as peers with transformers 5 do."""
     targets = [str(target) for target in as_list(imported.get_value("target_modules", ""))]
-    if imported.get_value("tuning") != "lora" or "all" not in targets or not _is_moe(imported):
+    takes_experts = imported.source.uses_megatron  # which has them as linear layers
+    if imported.get_value("tuning") != "lora" or "all" not in targets or takes_experts or not _is_moe(imported):
         return
     chosen = ["linear" if target == "all" else target for target in targets]
     origin = imported.settings["target_modules"][1]
@@ -75,7 +76,8 @@ def choose_linear_targets(imported: ImportedRun) -> None:
 def leave_out_expert_dropout(imported: ImportedRun) -> None:
     """Leave out LoRA dropout if experts are adapted: as in PEFT, LoRA on stacked experts has no dropout."""
     targets = as_list(imported.get_value("target_modules", "all"))
-    if imported.get_value("lora_dropout") and any(EXPERTS.search(str(target)) for target in targets):
+    has_experts = any(EXPERTS.search(str(target)) for target in targets) or ("all" in targets and _is_moe(imported))
+    if imported.get_value("lora_dropout") and has_experts:
         imported.leave_out("lora_dropout", "LoRA on experts has no dropout: they are computed as one grouped product")
 
 
