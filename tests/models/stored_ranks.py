@@ -1,4 +1,4 @@
-"""Two ranks with stored weights: `stored_ranks.py MODEL ZERO_STAGE EXPERT_PARALLEL_SIZE OUT`.
+"""Two ranks with stored weights: `stored_ranks.py MODEL FORMAT ZERO_STAGE EXPERT_PARALLEL_SIZE OUT`.
 
 Rank 0 writes the loss and the gradients, and the bytes of frozen weights that it holds.
 """
@@ -14,10 +14,11 @@ from surefoot.distributed.fsdp import Sharding
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.distributed.process_group import init_distributed
 from surefoot.models.build import build_model
-from tests.support.int8_format import STORED, loss_and_gradients
 from tests.support.ranks import run_on_ranks
+from tests.support.stored_weights import loss_and_gradients, stored_in
 
-model, zero_stage, expert_parallel, out = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+model, name, out = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[5])
+zero_stage, expert_parallel = int(sys.argv[3]), int(sys.argv[4])
 CPU = torch.device("cpu")
 
 
@@ -25,7 +26,7 @@ def main() -> None:
     with init_distributed("cpu") as ranks:
         replicas = 2 if zero_stage == 0 else 1
         sharding = Sharding(Layout(2, zero_stage, replicas, expert_parallel, False), CPU)
-        built = build_model(model, lora=STORED, device=CPU, dtype=torch.float32, sharding=sharding)
+        built = build_model(model, lora=stored_in(name), device=CPU, dtype=torch.float32, sharding=sharding)
         frozen = [p for p in built.model.parameters() if not p.requires_grad]
         held = sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in frozen)
         loss, gradients = loss_and_gradients(built)

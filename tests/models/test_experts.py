@@ -51,11 +51,12 @@ from surefoot.models.build import build_model
 from surefoot.models.expert_layouts import expert_stacks, layout_of
 from surefoot.models.experts import experts_forward, plug_in
 from surefoot.models.lora import LoraSettings
+from surefoot.models.quantization import base
 from surefoot.models.quantization.base import keep_stored
 from surefoot.models.routing import KeptChoices
 from tests.support import expert_models
 from tests.support.cuda_branches import AMPERE, HOPPER, cuda_branches
-from tests.support.int8_format import INT8
+from tests.support.stored_weights import FORMATS
 
 H, I, E, K, R, T, SCALING = 16, 24, 5, 2, 3, 40, 0.7
 ZERO_EXPERTS = 2
@@ -306,21 +307,43 @@ def test_the_kernels_of_a_gpu_give_the_same_numbers(family: str, capability: tup
         assert (found[1][name] - value).norm() <= 0.05 * value.norm() or name == "loss", name
 
 
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_stored_weights_are_multiplied_as_they_are_read_back(family: str) -> None:
+def test_stored_weights_are_multiplied_as_they_are_read_back(family: str, name: str) -> None:
+    stored_as = FORMATS[name]
     module = experts_with_lora(family)
     stored = copy.deepcopy(module)
     for (_, plain), (_, other) in zip(expert_stacks(module), list(expert_stacks(stored)), strict=True):
         weight = getattr(plain.owner, plain.leaf)
-        weight.requires_grad_(False).copy_(INT8.read(INT8.store(weight), torch.float32))
-        keep_stored(other.owner, other.leaf, INT8)
+        weight.requires_grad_(False).copy_(stored_as.read(stored_as.store(weight), torch.float32))
+        keep_stored(other.owner, other.leaf, stored_as)
     index, weights = routing()
     hidden = torch.randn(T, H, requires_grad=True)
     ours = gradients(grouped(stored, hidden, index, weights), stored, [hidden, weights])
     wanted = gradients(grouped(module, hidden, index, weights), module, [hidden, weights])
     assert ours.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(ours[name], value, atol=1e-4, rtol=1e-4)
+    for parameter, value in wanted.items():
+        torch.testing.assert_close(ours[parameter], value, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "aria", "dbrx"])
+def test_a_gpu_multiplies_stored_weights_a_few_experts_at_a_time(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "PART_BYTES", 2 * 2 * 2 * H * I)  # two experts of the larger stack
+    module = experts_with_lora(family)
+    for _, stack in list(expert_stacks(module)):
+        getattr(stack.owner, stack.leaf).requires_grad_(False)
+        keep_stored(stack.owner, stack.leaf, FORMATS["nf4"])
+    index, weights = routing(avoid=(1,))
+    hidden = torch.randn(T, H, requires_grad=True)
+    found = []
+    for kernels in (nullcontext(), cuda_branches(HOPPER)):
+        with kernels:
+            with torch.autocast("cpu", torch.bfloat16):
+                output = grouped(module, hidden, index, weights)
+            found.append(gradients(output, module, [hidden, weights]))
+    assert found[0].keys() == found[1].keys()
+    for name, value in found[0].items():
+        assert (found[1][name] - value).norm() <= 0.05 * value.norm() or name == "loss", name
 
 
 RANK_CASES = [

@@ -45,8 +45,8 @@ from surefoot.models.lora import (
 from surefoot.models.lora_linear import adopt
 from surefoot.models.quantization.base import stored_weight
 from tests.models.architectures import tiny_model
-from tests.support.int8_format import INT8
 from tests.support.models import make_model
+from tests.support.stored_weights import FORMATS
 
 CPU = torch.device("cpu")
 
@@ -236,10 +236,10 @@ def test_layers_whose_weights_kernels_read_are_in_no_group() -> None:
 
 def test_a_linear_layer_of_another_class_is_stored_in_a_weight_format() -> None:
     model = tiny_model("falcon").requires_grad_(False)
-    store_frozen_weights(model, INT8)
+    store_frozen_weights(model, FORMATS["int8"])
     layer = model.get_submodule("transformer.h.0.mlp.dense_h_to_4h")
     x = torch.randn(3, layer.weight.shape[1])
-    wanted = F.linear(x, INT8.read(stored_weight(layer, "weight"), x.dtype))
+    wanted = F.linear(x, FORMATS["int8"].read(stored_weight(layer, "weight"), x.dtype))
     torch.testing.assert_close(layer(x), wanted)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from surefoot.models.grouped_gemm import Addends, LowRank
+from surefoot.models.grouped_gemm import Addends, Groups, LowRank, multiply_parts
 
 kernels = pytest.importorskip("surefoot.models.triton_grouped_gemm")
 
@@ -107,6 +107,19 @@ def test_products_are_the_same_numbers_again_and_do_not_depend_on_other_groups()
     alone = kernels.multiply(x[:70], weight[:1].transpose(1, 2), torch.tensor([70], dtype=torch.int32))
     both = kernels.multiply(x, weight.transpose(1, 2), torch.tensor([70, 200], dtype=torch.int32))
     assert torch.equal(both[:70], alone)
+
+
+def test_products_with_a_part_of_the_groups_are_those_with_all_of_them() -> None:
+    counts = COUNTS
+    rows, groups = sum(counts), len(counts)
+    x, weight, bias, low, low_weight = inputs(
+        torch.float32, (rows, 72), (groups, 40, 72), (groups, 40), (rows, 8), (groups, 8, 40)
+    )
+    offsets = torch.tensor(counts).cumsum(0).int()
+    addends = Addends(bias, LowRank(low, low_weight, 0.5))
+    parts = ((first, weight[first : first + 2].transpose(1, 2)) for first in range(0, groups, 2))
+    found = multiply_parts(x, parts, Groups(offsets, None, "triton"), addends)
+    assert torch.equal(found, kernels.multiply(x, weight.transpose(1, 2), offsets, addends))
 
 
 @pytest.mark.long

@@ -75,11 +75,27 @@ def _attend(
     return torch.cat(outputs)
 
 
-def multiply(x: Tensor, matrices: Tensor, offsets: Tensor, addends: Addends = NOTHING) -> Tensor:
+def multiply(
+    x: Tensor,
+    matrices: Tensor,
+    offsets: Tensor,
+    addends: Addends = NOTHING,
+    *,
+    first_group: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
     """Compute what `triton_grouped_gemm.multiply` does, as it does: sums in float32, rounded once."""
     with not_counted():
         x, matrices, addends = tree_map_only(Tensor, Tensor.float, (x, matrices, addends))
-        return grouped_linear_dx(x, matrices, spans_of(offsets), addends).bfloat16()
+        begin = int(offsets[first_group - 1]) if first_group else 0
+        ends = offsets[first_group : first_group + len(matrices)] - begin
+        rows = slice(begin, begin + int(ends[-1]))
+        addends = addends._replace(low=addends.low and addends.low._replace(rows=addends.low.rows[rows]))
+        product = grouped_linear_dx(x[rows], matrices, spans_of(ends), addends).bfloat16()
+        if out is None:
+            return product
+        out[rows] = product
+        return out
 
 
 def multiply_pairs(left: Tensor, right: Tensor, offsets: Tensor, scale: float = 1.0) -> Tensor:
@@ -114,7 +130,9 @@ def cuda_branches(capability: tuple[int, int] = HOPPER) -> Iterator[None]:
         patch.setattr(grouped_gemm, "find_triton_failure", lambda _: None)
         patch.setattr(grouped_gemm, "_window", lambda _, begin, end: slice(begin, end))
         patch.setattr(
-            grouped_gemm, "select_kernel", lambda _, dtype, widths: select_kernel(torch.device("cuda"), dtype, widths)
+            grouped_gemm,
+            "select_kernel",
+            lambda _, dtype, widths, **options: select_kernel(torch.device("cuda"), dtype, widths, **options),
         )
         patch.setattr(triton_grouped_gemm, "multiply", multiply)
         patch.setattr(triton_grouped_gemm, "multiply_pairs", multiply_pairs)

@@ -37,6 +37,8 @@ ALIASES: dict[str, str] = {
     **dict.fromkeys(["gradient_clipping", "max_gradient_norm"], "max_grad_norm"),
     **dict.fromkeys(["torch_dtype", "precision"], "dtype"),
     **dict.fromkeys(["torch_compile"], "compile"),
+    **dict.fromkeys(["quant_bits", "quantization_bit"], "quantization"),
+    **dict.fromkeys(["bnb_4bit_use_double_quant", "use_bnb_nested_quant"], "double_quantization"),
     "freeze_vit": "freeze_vision_tower",
     **dict.fromkeys(["image_max_pixels"], "max_pixels"),
     **dict.fromkeys(["image_min_pixels"], "min_pixels"),
@@ -74,6 +76,8 @@ ALIASES: dict[str, str] = {
 
 FLAG_ALIASES: dict[str, tuple[str, str]] = {
     "use_vllm": ("rollout_engine", "vllm"),
+    "load_in_4bit": ("quantization", "nf4"),
+    "load_in_8bit": ("quantization", "int8"),
     "bf16": ("dtype", "bfloat16"),
     "fp32": ("dtype", "float32"),
     "train_on_prompt": ("train_on", "all"),
@@ -85,6 +89,7 @@ FLAG_ALIASES: dict[str, tuple[str, str]] = {
 VALUE_ALIASES: dict[str, dict[str, str]] = {
     "truncation": {"delete": "drop", "raise": "error"},
     "dtype": {"bf16": "bfloat16", "fp32": "float32"},
+    "quantization": {"4": "nf4", "8": "int8"},
     "target_modules": {"all-linear": "all"},
     "importance_correction": {"token_truncate": "truncate", "token_mask": "mask"},
 }
@@ -96,8 +101,8 @@ _NO_TENSOR_PARALLEL = (
 )
 INSTEAD: dict[str, str] = {
     **dict.fromkeys(
-        ["load_in_4bit", "load_in_8bit", "quantization_bit", "bnb_4bit_quant_type"],
-        "quantized weights are not supported yet; `surefoot plan` forecasts their memory in bfloat16",
+        ["quant_method", "quantization_method", "bnb_4bit_quant_type", "bnb_4bit_compute_dtype"],
+        "quantization: nf4 stores NF4 by bitsandbytes, and dtype is the type of the arithmetic; drop it",
     ),
     **dict.fromkeys(["optim", "optimizer"], "AdamW is the optimizer; drop it"),
     **dict.fromkeys(

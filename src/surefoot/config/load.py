@@ -313,6 +313,8 @@ class _Settings:
                 value = int(value) if value.isdigit() and len(value) < MOST_DIGITS else float(value)
                 check_value(value, name, setting.place)
             value = VALUE_ALIASES.get(name, {}).get(value, value) if isinstance(value, str) else value
+        if name == "quantization" and type(value) is int:  # the number of bits
+            value = VALUE_ALIASES[name].get(str(value), value)
         if name == "report_to":
             value = [] if value in ("none", None) else [value] if isinstance(value, str) else value
         if name == "target_modules" and isinstance(value, str) and not REGULAR_EXPRESSION.search(value):

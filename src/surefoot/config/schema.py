@@ -33,6 +33,7 @@ T = TypeVar("T")
 AUTO = "auto"
 """Value of a setting that is chosen when the run starts."""
 Checkpointing = bool | Literal["selective"]
+BlockSize = Literal[32, 64, 128, 256, 512]
 """How much of a layer is computed again in the backward: nothing, all but the products of experts, or all."""
 EPSILON = 1e-9
 """Tolerance of the finished share of a run: 10 x 0.1 is not exactly 1."""
@@ -236,6 +237,14 @@ class RunConfig(BaseModel):
     `.*layers\\.[0-3]\\.self_attn\\.[qv]_proj`."""
     freeze_vision_tower: bool = True
     """Whether full fine-tuning leaves the vision tower and its patch merger unchanged."""
+    quantization: Literal["nf4", "int8"] | None = None
+    """How LoRA's frozen weights are stored: in four bits (`nf4`, with the package bitsandbytes), in eight (`int8`), or
+    as they are computed with. It is of the decoder's linear layers and experts; embeddings, the output layer, norms,
+    routers and a vision tower stay as they are."""
+    quantization_block_size: BlockSize = 64
+    """Numbers of a row that share a factor in NF4."""
+    double_quantization: bool = True
+    """Whether the factors of NF4 are themselves stored in eight bits: 4.1 bits a weight instead of 4.5."""
     init_adapter: str | None = None
     """PEFT adapter folder to start from, instead of new LoRA weights. Rank, alpha and targets must match it."""
     router_aux_loss_coef: float = Field(default=0.0, ge=0)

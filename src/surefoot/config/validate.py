@@ -84,7 +84,20 @@ def _check_tuning(run: RunConfig, non_default: set[str]) -> Iterator[Contradicti
                 f"tuning=full trains every weight, yet {', '.join(lora)} asks for LoRA. Drop them or set tuning: lora",
                 *lora,
             )
+        if run.quantization is not None:
+            yield Contradiction(
+                f"quantization={run.quantization} with tuning=full: quantised weights cannot be trained, because their "
+                "steps are coarser than an update. Set tuning: lora, or quantization: null",
+                "quantization",
+                "tuning",
+            )
         return  # the other LoRA settings have no effect then
+    of_nf4 = sorted(non_default & {"quantization_block_size", "double_quantization"})
+    if of_nf4 and run.quantization != "nf4":
+        yield Contradiction(
+            f"{', '.join(of_nf4)} without quantization=nf4 has no effect. Set quantization: nf4, or leave it out",
+            *of_nf4,
+        )
     if not run.freeze_vision_tower:
         yield Contradiction(
             "freeze_vision_tower=false is of full fine-tuning: LoRA changes no weight of the model. Name vision in "

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from surefoot.models.expert_layouts import ExpertLayout, layout_of, stack_of
 from surefoot.models.grouped_gemm import Groups
 from surefoot.models.grouped_projection import GroupedProjection, StackKind, StackTensors, computing_dtype
-from surefoot.models.quantization.base import format_of, stored_weight
+from surefoot.models.quantization.base import FLOAT, format_of, stored_weight
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -104,7 +104,8 @@ def _apply_experts(module: Any, layout: ExpertLayout, x_S: Tensor, ids_S: Tensor
     owners = [(stack.owner, stack.leaf) for stack in (stack_of(module, name) for name in layout.stacks)]
     stored = [getattr(owner, leaf) for owner, leaf in owners]
     dtype = computing_dtype(x_S, stored[0], format_of(owners[0][0]))
-    groups = Groups.of(ids_S, num_experts, dtype, [width for stack in stored for width in stack.shape[-2:]])
+    widths, in_parts = [width for stack in stored for width in stack.shape[-2:]], format_of(owners[0][0]) is not FLOAT
+    groups = Groups.of(ids_S, num_experts, dtype, widths, in_parts=in_parts)
     x_S = x_S.to(dtype)
     outputs = [_multiply(module, name, x_S, groups) for name in layout.up]
     up_S = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)

@@ -31,7 +31,7 @@ from surefoot.models.expert_layouts import expert_stacks, layout_of
 from surefoot.models.grouped_gemm import Groups, find_triton_failure, kernel_for
 from surefoot.models.grouped_projection import GroupedProjection, StackKind, StackTensors, computing_dtype
 from surefoot.models.kept_experts import compute_or_take
-from surefoot.models.quantization.base import format_of, stored_weight
+from surefoot.models.quantization.base import FLOAT, format_of, stored_weight
 
 IMPLEMENTATION = "surefoot"
 PROJECTIONS = ("gate_up_proj", "down_proj")
@@ -65,8 +65,9 @@ def can_keep_outputs(model: PreTrainedModel) -> bool:
 
 def describe_missing_kernel(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why a GPU multiplies the experts of a model one after the other; None if it does not."""
-    shapes = {(stack.out_features, stack.in_features) for _, stack in expert_stacks(model)}
-    if all(kernel_for(device, dtype, shape) != "triton" for shape in shapes):
+    stacks = [stack for _, stack in expert_stacks(model)]
+    kinds = {(stack.out_features, stack.in_features, format_of(stack.owner) is not FLOAT) for stack in stacks}
+    if all(kernel_for(device, dtype, widths, in_parts=in_parts) != "triton" for *widths, in_parts in kinds):
         return None
     if (failure := find_triton_failure(device)) is None:
         return None
@@ -143,7 +144,8 @@ class _Experts(torch.autograd.Function):
         # Sorting takes a pass for each byte of a key.
         key_dtype = torch.int16 if tensors[0].shape[0] < torch.iinfo(torch.int16).max else torch.int32
         ids, order_S = torch.sort(index_TK.reshape(-1).to(key_dtype), stable=True)
-        groups = Groups.of(ids, tensors[0].shape[0], dtype, (*tensors[0].shape[1:], *tensors[1].shape[1:]))
+        widths, in_parts = (*tensors[0].shape[1:], *tensors[1].shape[1:]), variant.kind.weight_format is not FLOAT
+        groups = Groups.of(ids, tensors[0].shape[0], dtype, widths, in_parts=in_parts)
         up, down = variant.projections(tensors, groups, dtype)
         token_S = order_S // top_k
 

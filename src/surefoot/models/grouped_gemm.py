@@ -45,16 +45,19 @@ class Groups:
     """That kernel."""
 
     @classmethod
-    def of(cls, ids: Tensor, num_groups: int, dtype: torch.dtype, widths: Iterable[int]) -> "Groups":
+    def of(
+        cls, ids: Tensor, num_groups: int, dtype: torch.dtype, widths: Iterable[int], *, in_parts: bool = False
+    ) -> "Groups":
         """Count sorted `ids [S]`, 0 <= id < num_groups, for products with matrices of these widths in `dtype`.
 
-        The host waits for the device only where no kernel computes all groups.
+        The host waits for the device only where no kernel computes all groups. `in_parts`: whether the matrices are
+        there a few groups at a time.
         """
         if isinstance(ids, FakeTensor):  # without values: one group has all rows, which needs the same memory and work
             return cls(ids.new_empty(num_groups, dtype=torch.int32), [(0, 0, len(ids))])
         numbers = torch.arange(num_groups, dtype=ids.dtype, device=ids.device)
         offsets = torch.searchsorted(ids, numbers, right=True, out_int32=True)
-        if kernel := select_kernel(ids.device, dtype, widths):
+        if kernel := select_kernel(ids.device, dtype, widths, in_parts=in_parts):
             return cls(offsets, None, kernel)
         ends = offsets.tolist()
         spans = [
@@ -66,6 +69,11 @@ class Groups:
     def count(self) -> int:
         """Number of groups."""
         return self.offsets.shape[0]
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether a few groups at a time are multiplied with `multiply_parts`; as forecasts assume without values."""
+        return self.spans is None or isinstance(self.offsets, FakeTensor)
 
     @cached_property
     def sizes(self) -> Tensor:
@@ -95,6 +103,11 @@ class Addends(NamedTuple):
     """Shape [E, out]."""
     low: LowRank | None = None
 
+    def of_groups(self, groups: slice) -> "Addends":
+        """Return the addends of some groups."""
+        bias = self.bias[groups] if self.bias is not None else None
+        return Addends(bias, self.low and self.low._replace(matrices=self.low.matrices[groups]))
+
     def add_to_group_(self, product: Tensor, group: int, rows: slice) -> None:
         """Add to the product of some rows with the matrix of a group, in place."""
         if self.bias is not None:
@@ -106,21 +119,25 @@ class Addends(NamedTuple):
 NOTHING = Addends()
 
 
-def select_kernel(device: torch.device, dtype: torch.dtype, widths: Iterable[int]) -> Kernel | None:
+def select_kernel(
+    device: torch.device, dtype: torch.dtype, widths: Iterable[int], *, in_parts: bool = False
+) -> Kernel | None:
     """Return what computes the products of all groups at once; None where each group has its own product.
 
     There the host waits for the device once for all groups, and launches a product for each.
     """
-    kernel = kernel_for(device, dtype, widths)
+    kernel = kernel_for(device, dtype, widths, in_parts=in_parts)
     return None if kernel == "triton" and find_triton_failure(device) is not None else kernel
 
 
-def kernel_for(device: torch.device, dtype: torch.dtype, widths: Iterable[int]) -> Kernel | None:
-    """Return the kernel that a device takes; None if there is none for it."""
+def kernel_for(
+    device: torch.device, dtype: torch.dtype, widths: Iterable[int], *, in_parts: bool = False
+) -> Kernel | None:
+    """Return the kernel that a device takes; None if there is none for it. Only Triton's takes matrices in parts."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
     major, _ = torch.cuda.get_device_capability(device)
-    if major in FUSED_ON and all(width % STRIDE_ELEMENTS == 0 for width in widths):
+    if major in FUSED_ON and not in_parts and all(width % STRIDE_ELEMENTS == 0 for width in widths):
         return "torch"
     return "triton" if major >= OLDEST_FOR_TRITON else None
 
@@ -165,6 +182,28 @@ def _multiply(x: Tensor, matrices: Tensor, groups: Groups, addends: Addends) -> 
             y.add_(F.grouped_mm(low.rows, low.matrices, offs=groups.offsets), alpha=low.scale)
         return y
     return multiply_in_turn(x, matrices.__getitem__, matrices.shape[2], groups, addends)
+
+
+def multiply_parts(x: Tensor, parts: Iterable[tuple[int, Tensor]], groups: Groups, addends: Addends) -> Tensor:
+    """Compute `x[s] @ matrices[group of s]`, plus addends, where the matrices come in parts.
+
+    `parts`: the number of the first group of each part, and its matrices [groups of the part, in, width].
+    """
+    y: Tensor | None = None
+    for first, matrices in parts:
+        y = x.new_empty(x.shape[0], matrices.shape[2]) if y is None else y
+        own = addends.of_groups(slice(first, first + len(matrices)))
+        if groups.spans is None:
+            from surefoot.models import triton_grouped_gemm
+
+            triton_grouped_gemm.multiply(x, matrices, groups.offsets, own, first_group=first, out=y)
+            continue
+        for group, begin, end in groups.spans:
+            if first <= group < first + len(matrices):
+                product = torch.mm(x[begin:end], matrices[group - first], out=y[begin:end])
+                own.add_to_group_(product, group - first, slice(begin, end))
+    assert y is not None, "there are no groups"
+    return y
 
 
 def multiply_in_turn(

@@ -30,6 +30,7 @@ from surefoot.models.dtensor_blocks import block_of
 from surefoot.models.expert_layouts import WITHOUT_STACKS, Stack, expert_stacks
 from surefoot.models.lora_linear import ADAPTED_CLASSES, adopt, can_adopt, create_parameter, is_plain
 from surefoot.models.quantization.base import FLOAT, WeightFormat, keep_stored
+from surefoot.models.quantization.formats import Int8Format, Nf4Format
 from surefoot.models.routing import router_weight_owners
 from surefoot.models.score_head import head_of
 from surefoot.models.vision import vision_parts
@@ -83,7 +84,19 @@ def lora_settings(config: RunConfig) -> LoraSettings | None:
         rslora=config.use_rslora,
         targets=tuple(targets),
         seed=config.seed,
+        weight_format=format_of_frozen(config),
     )
+
+
+def format_of_frozen(config: RunConfig) -> WeightFormat:
+    """Return the format of a run's frozen weights."""
+    match config.quantization:
+        case "nf4":
+            return Nf4Format(config.quantization_block_size, config.double_quantization)
+        case "int8":
+            return Int8Format()
+        case None:
+            return FLOAT
 
 
 @dataclass(frozen=True)
@@ -300,12 +313,27 @@ def _adopt_stack(stack: Stack, settings: LoraSettings) -> None:
 
 
 def store_frozen_weights(model: PreTrainedModel, weight_format: WeightFormat) -> None:
-    """Store in a format what the group `all` names: the decoder's linear layers and experts, adapted or not."""
-    targets, stacks = find_targets(model, ["all"]), dict(expert_stacks(model))
-    linears = [model.get_submodule(name) for name in targets.linears]
-    weights = [(linear, "weight") for linear in linears if isinstance(linear, nn.Linear)]
-    for owner, leaf in [*weights, *((stacks[name].owner, stacks[name].leaf) for name in targets.experts)]:
+    """Store in a format what the group `all` names: the decoder's linear layers and experts, adapted or not.
+
+    Raises: ModelError for a weight that the format cannot store.
+    """
+    check_frozen_weights(model, weight_format)
+    for owner, leaf in _find_stored(model).values():
         keep_stored(owner, leaf, weight_format)
+
+
+def check_frozen_weights(model: PreTrainedModel, weight_format: WeightFormat) -> None:
+    """Raise ModelError for a weight of a model that a format cannot store. No weight is read."""
+    for name, (owner, leaf) in _find_stored(model).items():
+        weight_format.check(name, getattr(owner, leaf).shape)
+
+
+def _find_stored(model: PreTrainedModel) -> dict[str, tuple[nn.Module, str]]:
+    """Return the modules and the names in them of the weights that are stored in a format, by their full names."""
+    targets, stacks = find_targets(model, ["all"]), dict(expert_stacks(model))
+    linears = {f"{name}.weight": model.get_submodule(name) for name in targets.linears}
+    weights = {name: (linear, "weight") for name, linear in linears.items() if isinstance(linear, nn.Linear)}
+    return weights | {name: (stacks[name].owner, stacks[name].leaf) for name in targets.experts}
 
 
 def is_lora(name: str) -> bool:

@@ -38,9 +38,9 @@ def _sum_products(  # type: ignore[no-untyped-def]
     return total
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["first_group"])  # type: ignore[untyped-decorator]
 def _multiply_kernel(  # type: ignore[no-untyped-def]
-    x, matrices, y, offsets, bias, low, low_matrices, scale,
+    x, matrices, y, offsets, first_group, bias, low, low_matrices, scale,
     num_groups, columns, inner, rank,
     x_row, x_inner, matrix_group, matrix_inner, matrix_column, bias_group, bias_column,
     low_row, low_inner, low_group, low_matrix_inner, low_column,
@@ -49,8 +49,9 @@ def _multiply_kernel(  # type: ignore[no-untyped-def]
     """Compute one tile of y: ROWS rows of one group by COLUMNS columns. `x_row` and the like are strides."""
     tile, strip = tl.program_id(0), tl.program_id(1)
     numbers = tl.arange(0, GROUPS)
-    ends = tl.load(offsets + numbers, mask=numbers < num_groups, other=0)
-    begins = tl.load(offsets + numbers - 1, mask=(numbers > 0) & (numbers < num_groups), other=0)
+    in_all = first_group + numbers
+    ends = tl.load(offsets + in_all, mask=numbers < num_groups, other=0)
+    begins = tl.load(offsets + in_all - 1, mask=(in_all > 0) & (numbers < num_groups), other=0)
     tiles = tl.where(numbers < num_groups, (ends - begins + ROWS - 1) // ROWS, 0)
     tile_ends = tl.cumsum(tiles, 0)
     group = tl.sum((tile_ends <= tile).to(tl.int32), 0)  # the first whose tiles end after this one
@@ -102,17 +103,28 @@ def _multiply_pairs_kernel(  # type: ignore[no-untyped-def]
     tl.store(at, (scale * total).to(product.dtype.element_ty), mask=(row < rows) & (column < columns))
 
 
-def multiply(x: Tensor, matrices: Tensor, offsets: Tensor, addends: Addends = NOTHING) -> Tensor:
-    """Compute `x[s] @ matrices[group of s]`, plus addends: [S, K] -> [S, N]. Strides are free."""
+def multiply(
+    x: Tensor,
+    matrices: Tensor,
+    offsets: Tensor,
+    addends: Addends = NOTHING,
+    *,
+    first_group: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Compute `x[s] @ matrices[group of s]`, plus addends: [S, K] -> [S, N]. Strides are free.
+
+    `matrices` and addends may be those of some groups, from `first_group` on: only their rows of `out` are written.
+    """
     rows, inner = x.shape
     num_groups, _, columns = matrices.shape
-    y = x.new_empty(rows, columns)
+    y = x.new_empty(rows, columns) if out is None else out
     bias, low = addends
     width = _fit_tile(columns, BLOCK_COLUMNS)
     # A group has at most one tile that is not full.
     grid = (rows // BLOCK_ROWS + min(num_groups, rows), triton.cdiv(columns, width))
     _multiply_kernel[grid](
-        x, matrices, y, offsets, bias, *(low or (None, None, 0.0)),
+        x, matrices, y, offsets, first_group, bias, *(low or (None, None, 0.0)),
         num_groups, columns, inner, low.rows.shape[1] if low else 0,
         *x.stride(), *matrices.stride(), *(bias.stride() if bias is not None else (0, 0)),
         *((*low.rows.stride(), *low.matrices.stride()) if low else (0, 0, 0, 0, 0)),

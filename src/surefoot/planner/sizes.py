@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
@@ -16,6 +16,7 @@ from surefoot.models.build import BuiltModel, load_config
 from surefoot.models.decoder_layers import decoder_layers
 from surefoot.models.expert_layouts import experts_of, is_fused_experts
 from surefoot.models.model_size import pinned_bytes
+from surefoot.models.quantization.base import count_weights
 from surefoot.models.sample_masks import layer_kinds
 
 FP32_BYTES, HALF_BYTES = 4, 2
@@ -113,8 +114,9 @@ def count_sizes(built: BuiltModel) -> Sizes:
     expert_modules = [module for module in model.modules() if is_fused_experts(module)]
     expert_parameters = {parameter for module in expert_modules for parameter in module.parameters(recurse=False)}
     layers = list(decoder_layers(model))
-    layer_elements = [_count_elements(layer, expert_parameters) for layer in layers]
-    whole = _count_elements(model, expert_parameters)
+    counts = count_weights(model)
+    layer_elements = [_count_elements(layer, expert_parameters, counts) for layer in layers]
+    whole = _count_elements(model, expert_parameters, counts)
     text = model.config.get_text_config()
     return Sizes(
         whole=whole,
@@ -172,12 +174,12 @@ def _count_latent_elements(text: PreTrainedConfig) -> int:
     return rank + rotary if isinstance(rank, int) and isinstance(rotary, int) else 0
 
 
-def _count_elements(module: nn.Module, expert_parameters: set[nn.Parameter]) -> Elements:
+def _count_elements(module: nn.Module, expert_parameters: set[nn.Parameter], weights: Mapping[Tensor, int]) -> Elements:
     counts: Counter[tuple[bool, bool]] = Counter()
     frozen_bytes: Counter[bool] = Counter()
     for parameter in module.parameters():
         is_expert = parameter in expert_parameters
-        counts[is_expert, parameter.requires_grad] += parameter.numel()
+        counts[is_expert, parameter.requires_grad] += weights[parameter]
         if not parameter.requires_grad:
             frozen_bytes[is_expert] += parameter.nbytes
     return Elements(

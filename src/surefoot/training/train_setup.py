@@ -19,7 +19,7 @@ from surefoot.methods.registry import method_of
 from surefoot.methods.token_loss import eval_no_grad
 from surefoot.models.adapter import read_adapter
 from surefoot.models.build import build_model, compile_layers, mark_trainable, meta_model, trainable_parameters
-from surefoot.models.lora import attach, checked_targets, lora_settings
+from surefoot.models.lora import attach, check_frozen_weights, checked_targets, lora_settings
 from surefoot.models.router_bias import RouterBiases
 from surefoot.models.vision import check_tower
 from surefoot.models.weight_loading import keep_freed_memory
@@ -59,6 +59,7 @@ def check_router_biases(loaded: LoadedConfig, base: Path) -> None:
 def check_targets(loaded: LoadedConfig, base: Path) -> None:
     """Raise ModelError, with its place in the config, for targets of LoRA that model or `init_adapter` do not have.
 
+    The same for frozen weights that cannot be stored as the config says.
     Reads no weights of the model, so it comes before the data are prepared. Raises: ModelError for a config.json that
     is no model's.
     """
@@ -70,6 +71,11 @@ def check_targets(loaded: LoadedConfig, base: Path) -> None:
         checked_targets(model, lora)
     except ModelError as error:
         raise ModelError(f"{error} ({loaded.where('target_modules')})") from error
+    try:
+        lora.weight_format.check_package()
+        check_frozen_weights(model, lora.weight_format)
+    except ModelError as error:
+        raise ModelError(f"{str(error).removesuffix('.')} ({loaded.where('quantization')}).") from error
     if loaded.run.init_adapter is not None:
         with torch.device("meta"):
             mark_trainable(model, attach(model, lora))

@@ -27,6 +27,7 @@ from surefoot.models.build import load_tokenizer
 from surefoot.models.decoder_layers import decoder_layers
 from surefoot.models.lora import lora_settings
 from surefoot.models.pretrained import is_image_text_model
+from surefoot.models.quantization.base import count_weights
 from surefoot.models.resolve_model import fingerprint, resolve_model
 from surefoot.models.vision import tower_dtype
 from surefoot.system.atomic_io import write_json, write_text
@@ -397,6 +398,6 @@ def _build_start_event(loop: LoopContext, state: TrainState) -> RunStarted:
         total_steps=loop.total_steps,
         first_step=state.step + 1,
         trainable_parameters=sum(p.numel() for p in loop.train_context.parameters.values()),
-        all_parameters=sum(p.numel() for p in loop.train_context.model.parameters()),
+        all_parameters=sum(count_weights(loop.train_context.model).values()),
         evaluates_again=state.evaluation_is_due,
     )

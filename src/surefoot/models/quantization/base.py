@@ -5,23 +5,34 @@ the last; the others have that name with an ending, and its first dimension. Row
 they depend on the same rows of the weight alone, so a rank that holds a part of a weight stores that part: sharding
 needs to know nothing of formats.
 
-Independent of LoRA, of files and of ranks. The default products read a weight back into a float type, one expert at a
-time; a format with kernels of its own overrides them.
+Independent of LoRA, of files and of ranks. The default products read a weight back into a float type, a few experts at
+a time; a format with kernels of its own overrides them.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from surefoot.models.grouped_gemm import NOTHING, Addends, Groups, grouped_linear, grouped_linear_dx, multiply_in_turn
+from surefoot.models.grouped_gemm import (
+    NOTHING,
+    Addends,
+    Groups,
+    grouped_linear,
+    grouped_linear_dx,
+    multiply_in_turn,
+    multiply_parts,
+)
 
 SAME_AS_LINEAR = frozenset({"FalconLinear"})
 """Names of subclasses of torch's linear layer that compute the same as it."""
+PART_BYTES = 1 << 27
+"""Most bytes of experts that are read back at a time where one kernel multiplies several."""
 Stored = Sequence[Tensor]
 """The tensors of one stored weight, in the order of `WeightFormat.endings`."""
 
@@ -32,12 +43,24 @@ class WeightFormat(ABC):
     Shapes: x [S, in] -> y [S, out] for linear layers; for stacks of experts the rows S are sorted by expert.
     """
 
-    endings: ClassVar[tuple[str, ...]] = ("",)
-    """Endings of the names of a weight's tensors; the first is empty."""
+    @property
+    def endings(self) -> tuple[str, ...]:
+        """Endings of the names of a weight's tensors; the first is empty."""
+        return ("",)
+
+    def check_package(self) -> None:  # noqa: B027 - most need none
+        """Raise ModelError if a package that computes with it is missing."""
+
+    def check(self, name: str, shape: torch.Size) -> None:  # noqa: B027 - most store any
+        """Raise ModelError for a weight whose shape cannot be stored. `name`: of the weight, for the message."""
 
     @abstractmethod
     def store(self, weight: Tensor) -> Stored:
         """Return the tensors that stand for a weight [.., out, in], or for some of its rows or experts."""
+
+    def shape_of(self, first: Tensor) -> torch.Size:
+        """Return the shape [.., out, in] of the weight whose first tensor this is."""
+        return first.shape
 
     @abstractmethod
     def read(self, stored: Stored, dtype: torch.dtype) -> Tensor:
@@ -54,8 +77,9 @@ class WeightFormat(ABC):
 
     def grouped_linear(self, x: Tensor, stored: Stored, groups: Groups, addends: Addends = NOTHING) -> Tensor:
         """Compute `y[s] = W[expert of s] x[s]`, plus addends."""
-        if groups.spans is None:
-            return grouped_linear(x, self.read(stored, x.dtype), groups, addends)
+        if groups.takes_parts:
+            parts = ((first, part.transpose(-2, -1)) for first, part in self._read_parts(stored, x.dtype))
+            return multiply_parts(x, parts, groups, addends)
         out_features = stored[0].shape[1]
         return multiply_in_turn(
             x, lambda expert: self._read_expert(stored, expert, x.dtype).t(), out_features, groups, addends
@@ -63,12 +87,19 @@ class WeightFormat(ABC):
 
     def grouped_linear_dx(self, dy: Tensor, stored: Stored, groups: Groups, addends: Addends = NOTHING) -> Tensor:
         """Compute the gradient of `grouped_linear` by x, plus addends."""
-        if groups.spans is None:
-            return grouped_linear_dx(dy, self.read(stored, dy.dtype), groups, addends)
-        in_features = self._read_expert(stored, 0, dy.dtype).shape[1]
+        if groups.takes_parts:
+            return multiply_parts(dy, self._read_parts(stored, dy.dtype), groups, addends)
+        in_features = self.shape_of(stored[0])[2]
         return multiply_in_turn(
             dy, lambda expert: self._read_expert(stored, expert, dy.dtype), in_features, groups, addends
         )
+
+    def _read_parts(self, stored: Stored, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+        """Yield the number of the first expert of each part of a stack, and the part, of at most `PART_BYTES`."""
+        num_experts, *widths = self.shape_of(stored[0])
+        count = max(1, PART_BYTES // (prod(widths) * dtype.itemsize))
+        for first in range(0, num_experts, count):
+            yield first, self.read([tensor[first : first + count] for tensor in stored], dtype)
 
     def _read_expert(self, stored: Stored, expert: int, dtype: torch.dtype) -> Tensor:
         return self.read([tensor[expert] for tensor in stored], dtype)
@@ -108,6 +139,16 @@ def format_of(module: nn.Module) -> WeightFormat:
 def stored_weight(module: nn.Module, name: str) -> list[Tensor]:
     """Return the tensors of a weight of a module."""
     return [getattr(module, name + ending) for ending in format_of(module).endings]
+
+
+def count_weights(model: nn.Module) -> dict[Tensor, int]:
+    """Return how many weights each parameter of a model stands for: those of a stored weight count with its first."""
+    counts: dict[Tensor, int] = {parameter: parameter.numel() for parameter in model.parameters()}
+    for module in model.modules():
+        for name in getattr(module, "stored_weights", ()):
+            first, *others = stored_weight(module, name)
+            counts |= {first: format_of(module).shape_of(first).numel(), **dict.fromkeys(others, 0)}
+    return counts
 
 
 def is_stock_linear(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""A weight format for tests: int8 with one scale per output row."""
+"""Models of tests whose frozen weights are stored in a format."""
 
 import zlib
 from pathlib import Path
@@ -12,27 +12,21 @@ from surefoot.methods.sft.method import SftObjective
 from surefoot.models.build import BuiltModel
 from surefoot.models.dtensor_blocks import gather_full, load_full
 from surefoot.models.lora import LoraSettings, is_lora
-from surefoot.models.quantization.base import Stored, WeightFormat
+from surefoot.models.quantization.base import WeightFormat
+from surefoot.models.quantization.formats import Int8Format, Nf4Format
 from tests.support.batches import LENGTHS, batch
 
-
-class Int8Rows(WeightFormat):
-    """Values from -127 to 127, and the scale of each row [.., out, 1]."""
-
-    endings = ("", "_scale")
-
-    def store(self, weight: Tensor) -> Stored:
-        scale = weight.float().abs().amax(-1, keepdim=True) / 127
-        return (weight.float() / scale).round().to(torch.int8), scale
-
-    def read(self, stored: Stored, dtype: torch.dtype) -> Tensor:
-        values, scale = stored
-        return (values.float() * scale).to(dtype)
+FORMATS: dict[str, WeightFormat] = {
+    "int8": Int8Format(),
+    "nf4": Nf4Format(8, is_double=False),
+    "nf4, double": Nf4Format(8, is_double=True),
+}
+"""Formats by name, with blocks that divide the widths of the tests' models."""
 
 
-INT8 = Int8Rows()
-STORED = LoraSettings(rank=4, alpha=8, targets=("attention", "experts"), weight_format=INT8)
-"""Experts are adapted where there are some; dense MLPs are stored and not adapted."""
+def stored_in(name: str) -> LoraSettings:
+    """Return LoRA beside weights in a format. Experts are adapted where there are some; dense MLPs are only stored."""
+    return LoraSettings(rank=4, alpha=8, targets=("attention", "experts"), weight_format=FORMATS[name])
 
 
 def is_stored(name: str) -> bool:
@@ -41,14 +35,14 @@ def is_stored(name: str) -> bool:
     return is_weight and not name.endswith((".gate.weight", "shared_expert_gate.weight"))
 
 
-def write_as_read(folder: Path, target: Path) -> Path:
+def write_as_read(folder: Path, target: Path, weight_format: WeightFormat) -> Path:
     """Write a copy of a model whose weights are what is read back of the stored ones: what it computes with."""
     target.mkdir()
     for path in folder.iterdir():
         if path.suffix == ".safetensors":
             values = load_file(path)
             read = {
-                name: INT8.read(INT8.store(value), value.dtype) if is_stored(name) else value
+                name: weight_format.read(weight_format.store(value), value.dtype) if is_stored(name) else value
                 for name, value in values.items()
             }
             save_file(read, target / path.name, metadata={"format": "pt"})

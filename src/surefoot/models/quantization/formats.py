@@ -1,0 +1,133 @@
+"""Formats of frozen weights that a run can choose: NF4 (four bits) and int8.
+
+NF4: a block of numbers of one row shares a factor, its largest absolute value, and each number is one of 16 quantiles
+of the normal distribution times that factor. bitsandbytes does the arithmetic, on GPUs and on the CPU. Blocks never
+cross rows, so a rank stores its part of a weight as the bytes that the whole would have. With double quantisation the
+factors of a row are themselves eight-bit steps between the row's smallest and largest factor.
+
+Source: Dettmers et al., https://arxiv.org/abs/2305.14314
+"""
+
+import logging
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from surefoot.config.schema import BlockSize
+from surefoot.errors import ModelError
+from surefoot.models.quantization.base import Stored, WeightFormat
+
+PACKAGE = "bitsandbytes"
+OLDEST = (0, 46)
+"""First version of bitsandbytes that registers its arithmetic as operators of torch."""
+KIND = "nf4"
+BLOCK_SIZES: tuple[int, ...] = get_args(BlockSize)
+STEPS = 255
+"""Number of steps between the smallest and the largest factor of a row."""
+
+
+def _operators() -> Any:
+    """Return bitsandbytes' operators."""
+    log = logging.getLogger(PACKAGE)
+    level = log.level
+    log.setLevel(logging.ERROR)  # it warns of an optional kernel that is not used here
+    try:
+        import bitsandbytes  # noqa: F401 - it registers the operators
+    finally:
+        log.setLevel(level)
+    return torch.ops.bitsandbytes
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
+
+
+@dataclass(frozen=True)
+class Nf4Format(WeightFormat):
+    """NF4 in blocks of one row.
+
+    Stored: pairs of numbers [.., in / 2] in bytes and the factors [.., in / block] in float32; with double quantisation
+    the factors as steps in bytes, and the first step and the width of a step of each row [.., 2] in float32.
+    """
+
+    block_size: int
+    is_double: bool
+
+    def check_package(self) -> None:
+        try:
+            installed = version(PACKAGE)
+        except PackageNotFoundError as error:
+            raise ModelError(
+                f"quantization: {KIND} needs {PACKAGE}, which is not installed. `pip install 'surefoot[quantized]'` "
+                "installs it; int8 needs no package."
+            ) from error
+        if tuple(int(part) for part in installed.split(".")[:2] if part.isdigit()) < OLDEST:
+            raise ModelError(
+                f"quantization: {KIND} needs {PACKAGE} {'.'.join(map(str, OLDEST))} or newer, and {installed} is "
+                "installed. `pip install -U 'surefoot[quantized]'` installs it; int8 needs no package."
+            )
+
+    @property
+    def endings(self) -> tuple[str, ...]:
+        return ("", "_absmax", "_absmax_steps") if self.is_double else ("", "_absmax")
+
+    def check(self, name: str, shape: torch.Size) -> None:
+        if shape[-1] % self.block_size:
+            fitting = [size for size in BLOCK_SIZES if shape[-1] % size == 0]
+            remedy = f"Set quantization_block_size: {fitting[-1]}" if fitting else "Set quantization: int8"
+            raise ModelError(
+                f"quantization: {name} has rows of {shape[-1]} numbers, which blocks of {self.block_size} do not "
+                f"divide. {remedy}, or null."
+            )
+
+    def store(self, weight: Tensor) -> Stored:
+        *rows, width = weight.shape
+        if not _has_values(weight):
+            values = weight.new_empty(*rows, width // 2, dtype=torch.uint8)
+            factors = weight.new_empty(*rows, width // self.block_size, dtype=torch.float32)
+        else:
+            values, factors = _operators().quantize_4bit(weight.contiguous(), self.block_size, KIND, torch.uint8)
+            values, factors = values.view(*rows, width // 2), factors.view(*rows, width // self.block_size)
+        if not self.is_double:
+            return values, factors
+        low, high = factors.aminmax(dim=-1, keepdim=True)
+        step = (high - low) / STEPS
+        steps = ((factors - low) / step.clamp_min(torch.finfo(torch.float32).tiny)).round().to(torch.uint8)
+        return values, steps, torch.cat([low, step], -1)
+
+    def shape_of(self, first: Tensor) -> torch.Size:
+        return torch.Size((*first.shape[:-1], 2 * first.shape[-1]))
+
+    def read(self, stored: Stored, dtype: torch.dtype) -> Tensor:
+        values, factors, *rows = stored
+        shape = self.shape_of(values)
+        if rows:
+            low, step = rows[0].chunk(2, dim=-1)
+            factors = torch.addcmul(low, factors, step)
+        if not _has_values(values):
+            return values.new_zeros(shape, dtype=dtype)  # a pass over what is read, for forecasts of its time
+        weight: Tensor = _operators().dequantize_4bit(
+            values.contiguous().view(-1), factors.reshape(-1), self.block_size, KIND, shape, dtype
+        )
+        return weight
+
+
+@dataclass(frozen=True)
+class Int8Format(WeightFormat):
+    """Rows of whole numbers from -127 to 127, and the scale of each row [.., out, 1] in float32."""
+
+    @property
+    def endings(self) -> tuple[str, ...]:
+        return ("", "_scale")
+
+    def store(self, weight: Tensor) -> Stored:
+        scale = weight.abs().amax(-1, keepdim=True).float() / 127
+        return (weight / scale.clamp_min(torch.finfo(torch.float32).tiny)).round().to(torch.int8), scale
+
+    def read(self, stored: Stored, dtype: torch.dtype) -> Tensor:
+        values, scale = stored
+        return (values * scale).to(dtype)
