@@ -372,7 +372,7 @@ def test_names_in_one_text_are_a_list(tmp_path: Path, text: str) -> None:
     ("line", "said"),
     [
         ("max_samples: 10", "split: '[:1000]'"),
-        ("quantization_bit: 4", "`surefoot plan`"),
+        ("bnb_4bit_quant_type: fp4", "quantization: nf4"),
         ("template: qwen", "chat_template"),
         ("save_strategy: steps", "saves_per_epoch: 1 saves after each pass"),
     ],

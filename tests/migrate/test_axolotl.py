@@ -17,7 +17,7 @@ def test_sources_of_axolotl_that_say_more_are_listed(tmp_path: Path) -> None:
     run = import_file(tmp_path / "theirs.yaml", text)
     listed = {what for what in run.left_out if " = " in what}
     assert listed == {
-        "adapter = qlora", "shards = 4 of a.jsonl", "type = alpaca of a.jsonl", "type = my.module of b.jsonl",
+        "shards = 4 of a.jsonl", "type = alpaca of a.jsonl", "type = my.module of b.jsonl",
     }  # fmt: skip
 
 
@@ -110,7 +110,6 @@ def test_schedules_and_empty_keys_of_axolotl(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "settings", "left_out"),
     [
-        ("adapter: qlora", {"tuning": "lora"}, "adapter = qlora"),
         ("adapter: lora", {"tuning": "lora"}, None),
         ("adapter:", {"tuning": "full"}, None),
         ("plugins: [axolotl.integrations.liger.LigerPlugin]", {}, None),

@@ -62,7 +62,7 @@ def test_a_script_of_sft_is_read(tmp_path: Path) -> None:
     assert {name: values.get(name) for name in wanted} == wanted
     assert run.settings["learning_rate"][1] == "learning_rate of train.py:14"
     listed = " ".join(run.left_out)
-    assert all(what in listed for what in ("rows.map(", "warmup_steps = int(0.1 * 100)", "**more", "load_in_4bit"))
+    assert all(what in listed for what in ("rows.map(", "warmup_steps = int(0.1 * 100)", "**more", "fp4"))
     assert run.unknown == []
 
 

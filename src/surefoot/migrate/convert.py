@@ -36,6 +36,7 @@ from surefoot.migrate.peer_tables import (
     VLLM_OPTIONS,
 )
 from surefoot.migrate.preferences import LIMITS, METHODS
+from surefoot.migrate.quantization import note_quantization
 from surefoot.migrate.rollout_engine import choose_rollout_engine
 from surefoot.migrate.sharding import check_deepspeed_config, read_deepspeed_settings
 from surefoot.migrate.swift_sources import list_swift_left_out, note_hub_of_model
@@ -194,7 +195,8 @@ def _carry_setting(imported: ImportedRun, name: str, value: Any) -> None:
 
 def _list_left_out_parts(run: ParsedRun, name: str, value: Any, peer_setting: str) -> dict[str, str]:
     """Return the parts of a peer setting that are lost although the rest is carried, each with its reason."""
-    if (why := megatron.note_left_out(run, name, value)) is not None:
+    why = megatron.note_left_out(run, name, value) or note_quantization(run, name, value)
+    if why is not None:
         return {peer_setting: why}
     if name == "datasets" and run.program == "axolotl":
         return list_axolotl_left_out(run, value)
@@ -214,13 +216,13 @@ def _list_left_out_parts(run: ParsedRun, name: str, value: Any, peer_setting: st
     if name == "report_to":
         unsupported = [tracker for tracker in as_list(value) if tracker not in (*TRACKERS, "none", None)]
         return {f"{name} = {tracker}": f"only {', '.join(TRACKERS)} are available" for tracker in unsupported}
-    return {peer_setting: UNSUPPORTED["load_in_4bit"]} if name == "adapter" and value == "qlora" else {}
+    return {}
 
 
 def _record_unmapped_setting(imported: ImportedRun, name: str, value: Any, peer_setting: str) -> None:
     """Record a peer setting without a counterpart: as left out, as ignored, or as unknown."""
     left_out = imported.left_out
-    if megatron.note_left_out(imported.source, name, value) is not None:
+    if _list_left_out_parts(imported.source, name, value, peer_setting):
         return  # listed with its reason
     if imported.source.method in METHODS and name in LIMITS:
         left_out[peer_setting] = "max_length limits the question with one answer"

@@ -25,6 +25,7 @@ from surefoot.migrate.peer_tables import (
     UNSUPPORTED,
 )
 from surefoot.migrate.preferences import map_preferences
+from surefoot.migrate.quantization import map_quantization
 from surefoot.migrate.sharding import FSDP_SETTINGS, map_fsdp_settings
 from surefoot.migrate.swift_sources import parse_swift_source
 from surefoot.migrate.values import as_list, is_null, parse_number
@@ -68,6 +69,7 @@ def map_setting(run: ParsedRun, name: str, value: Any) -> dict[str, Any] | None:
         return {}
     for map_part in (
         map_megatron,
+        map_quantization,
         map_preferences,
         map_distillation,
         _map_axolotl,
@@ -101,7 +103,7 @@ def _map_axolotl(run: ParsedRun, name: str, value: Any) -> MappedSettings:
         ):
             return {"gradient_accumulation_steps": batch_size // micro_batch}
     if name == "adapter":
-        return {"tuning": "lora" if value == "qlora" else value or "full"}
+        return {"tuning": "lora", "quantization": "nf4"} if value == "qlora" else {"tuning": value or "full"}
     if name == "plugins" and isinstance(value, list):  # these plugins change how the loss is computed, not its value
         return {} if all(any(loss in str(item) for loss in FASTER_LOSSES) for item in value) else None
     if name == "cosine_min_lr_ratio":

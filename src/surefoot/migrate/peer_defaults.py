@@ -39,6 +39,8 @@ def collect_defaults(imported: ImportedRun) -> dict[str, Any]:
     defaults = dict(DEFAULTS[run.program]) if not run.uses_megatron else megatron.defaults_of(run)
     if is_trl and imported.get_value("tuning") == "lora":
         defaults |= TRL_LORA
+    if is_trl and imported.get_value("quantization") == "nf4":
+        defaults["double_quantization"] = False
     if is_grpo and _is_swift_3(run):
         defaults |= SWIFT_3_SAMPLING
     if is_grpo:

@@ -161,10 +161,6 @@ UNSUPPORTED_VALUES = _index_by_name({
 UNSUPPORTED = _index_by_name({
     "the chat template of the model itself is used: check one sample with `surefoot data`": "template chat_template",
     "write it as a split of the source: {path: ..., split: '[:1000]'}": "max_samples dataset_num_samples",
-    "weights are not quantised here: frozen weights are bfloat16, which takes four times the memory of 4 bits "
-    "(`surefoot plan` shows how much)": "quantization_bit",
-    "weights are not quantised here: frozen weights are bfloat16":
-        "load_in_4bit load_in_8bit quant_method quant_bits quantization_method",
     "the best checkpoint is not selected: save_total_limit keeps the newest":
         "load_best_model_at_end metric_for_best_model",
     "no noise is added to embeddings": "neftune_noise_alpha",

@@ -32,6 +32,9 @@ ROW_METHODS = ("map", "filter", "select", "rename_column", "rename_columns")
 """Methods that change the rows of a dataset."""
 MODEL_NAMES = {"torch_dtype": "dtype", "revision": "model_revision"}
 """Arguments of `from_pretrained` -> TRL's settings with another name."""
+OF_QUANTISATION = {"load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"}
+UNSLOTH_DEFAULTS = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}
+"""What Unsloth's `from_pretrained` does without these arguments."""
 COMPUTED = "the script computes it: set it yourself"
 NOT_MODELS = ("Tokenizer", "Processor", "Config", "PeftModel")
 """Parts of the names of classes whose `from_pretrained` makes no base model."""
@@ -104,9 +107,9 @@ class _Script:
         elif name == "from_pretrained":
             self._read_model(call)
         elif name == "BitsAndBytesConfig":
-            for key, value in self._arguments(call):
-                if key in ("load_in_4bit", "load_in_8bit"):
-                    self._set(key, value, call)
+            arguments = {"bnb_4bit_quant_type": "fp4"} | dict(self._arguments(call))
+            for key in sorted(arguments.keys() & OF_QUANTISATION):
+                self._set(key, arguments[key], call)
         elif name == "load_dataset":
             self._loads.append(call)
         elif name in ROW_METHODS and self._variables.find_origin(call) is not None:
@@ -200,8 +203,10 @@ class _Script:
         source = self._variables.find_literal(call.args[0]) if call.args else arguments.get("model_name")
         if source is not None and "model_name_or_path" not in self.run.settings:
             self._set("model_name_or_path", source, call)
-        if arguments.get("load_in_4bit") is True:
-            self._set("load_in_4bit", True, call)
+        if "FastLanguageModel" in ast.unparse(call.func) or "FastModel" in ast.unparse(call.func):
+            arguments = UNSLOTH_DEFAULTS | arguments
+        for key in sorted(arguments.keys() & OF_QUANTISATION):
+            self._set(key, arguments[key], call)
         if "max_seq_length" in arguments:
             self._set("max_seq_length", arguments["max_seq_length"], call)
 

@@ -200,6 +200,12 @@ def check_resumable(loaded: LoadedConfig, path: Path, saved: TrainState, fresh: 
     """
     uses_base = loaded.run.tuning == "lora" or loaded.run.keeps_reference
     if uses_base and saved.base_fingerprint and saved.base_fingerprint != fresh.base_fingerprint:
+        if saved.base_fingerprint.split()[0] == fresh.base_fingerprint.split()[0]:
+            raise CheckpointError(
+                f"{path} was trained beside weights that were quantised to other bytes than quantization="
+                f"{loaded.run.quantization} gives here. Install bitsandbytes in the version of then, or start a new "
+                f"run in another output_dir ({loaded.where('quantization')})."
+            )
         kind = "frozen weights" if loaded.run.tuning == "lora" else "weights of the reference"
         raise CheckpointError(
             f"{path} was trained with other {kind}: those of {loaded.run.model} have changed. Restore them, or "

@@ -25,9 +25,9 @@ from surefoot.methods.training_data import RunData, open_data
 from surefoot.models.adapter import base_name
 from surefoot.models.build import load_tokenizer
 from surefoot.models.decoder_layers import decoder_layers
-from surefoot.models.lora import lora_settings
+from surefoot.models.lora import format_of_frozen, lora_settings
 from surefoot.models.pretrained import is_image_text_model
-from surefoot.models.quantization.base import count_weights
+from surefoot.models.quantization.base import FLOAT, count_weights
 from surefoot.models.resolve_model import fingerprint, resolve_model
 from surefoot.models.vision import tower_dtype
 from surefoot.system.atomic_io import write_json, write_text
@@ -376,11 +376,24 @@ def _begin_run_folder(
 
 
 def _agree_on_weights(loaded: LoadedConfig, base: Path, ranks: World) -> str:
-    """Return the fingerprint of the model's weights, the same on all machines. Collective. Raises: ModelError."""
-    own = ranks.run_or_raise_on_all(lambda: fingerprint(base))
+    """Return the fingerprint of the model's weights as they are held, the same on all machines.
+
+    That of the files, and with quantised weights that of how they are stored. Collective. Raises: ModelError.
+    """
+    stored_as = format_of_frozen(loaded.run)
+
+    def compute() -> str:
+        return fingerprint(base) if stored_as is FLOAT else f"{fingerprint(base)} {stored_as.fingerprint}"
+
+    own = ranks.run_or_raise_on_all(compute)
     first = ranks.broadcast_from_rank0(lambda: own)
 
     def check() -> None:
+        if own != first and own.split()[0] == first.split()[0]:
+            raise ModelError(
+                f"quantization={loaded.run.quantization}: this machine stores the same weights as other bytes than "
+                f"that of rank 0. Install one version of bitsandbytes on all machines ({loaded.where('quantization')})."
+            )
         if own != first:
             raise ModelError(
                 f"model={loaded.run.model}: its weights on this machine ({base}) are not those that rank 0 reads. Give "

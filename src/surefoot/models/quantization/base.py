@@ -9,6 +9,7 @@ Independent of LoRA, of files and of ranks. The default products read a weight b
 a time; a format with kernels of its own overrides them.
 """
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from math import prod
@@ -65,6 +66,13 @@ class WeightFormat(ABC):
     @abstractmethod
     def read(self, stored: Stored, dtype: torch.dtype) -> Tensor:
         """Return the weight [.., out, in], or the part of it that is stored, for products, exports and tests."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the bytes that stand for a fixed weight: equal where the same weights are stored alike."""
+        probe = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0))
+        stored = [tensor.contiguous().view(torch.uint8).numpy() for tensor in self.store(probe)]
+        return hashlib.sha256(b"".join(part.tobytes() for part in stored)).hexdigest()[:16]
 
     def linear(self, x: Tensor, stored: Stored, bias: Tensor | None) -> Tensor:
         """Compute `y = x W^T + bias`."""
