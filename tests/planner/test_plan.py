@@ -57,7 +57,9 @@ def told(settings: dict[str, Any], device: Device = CPU, **more: Any) -> Forecas
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen2_moe"])
-@pytest.mark.parametrize("more", [{}, {"tuning": "full", "lora_rank": 8}], ids=["lora", "full"])
+@pytest.mark.parametrize(
+    "more", [{}, {"tuning": "full", "lora_rank": 8}, {"quantization": "int8"}], ids=["lora", "full", "int8"]
+)
 def test_what_lies_at_rest_is_what_the_ledger_of_a_run_counts(
     settings: dict[str, Any], model_folder: Callable[[str], Path], kind: str, more: dict[str, Any]
 ) -> None:
@@ -66,7 +68,7 @@ def test_what_lies_at_rest_is_what_the_ledger_of_a_run_counts(
     (counted,) = (entry.values for entry in read_history(run).entries if entry.kind == "memory")
     owners = told(settings).phases["save"].host
     assert owners.get("frozen weights", 0) == pytest.approx(counted["frozen"], rel=0.01, abs=4096)
-    assert owners["trained weights" if "tuning" in more else "LoRA weights"] == counted["trained"]
+    assert owners["trained weights" if more.get("tuning") == "full" else "LoRA weights"] == counted["trained"]
     assert owners["optimizer"] == pytest.approx(counted["optimizer"], rel=0.01, abs=4096)
 
 
@@ -158,6 +160,7 @@ def test_what_cannot_fit_is_not_run(settings: dict[str, Any], monkeypatch: pytes
     ("name", "more", "fits"),
     [
         ("qwen1.5-moe-lora", ["device=a100"], True),
+        ("qwen3-30b-a3b-nf4", ["device=rtx4090"], True),
         ("qwen-72b-lora", ["device=a100"], False),
         ("mixtral-8x7b-full-ep", ["device=h100", "expert_parallel_size=2"], False),
         ("mixtral-8x7b-full-ep",
@@ -177,6 +180,18 @@ def test_what_cannot_fit_is_not_run(settings: dict[str, Any], monkeypatch: pytes
 )  # fmt: skip
 def test_the_seeds_own_cases(name: str, more: list[str], fits: bool) -> None:
     assert plan(str(PLANS / f"{name}.yaml"), more).forecast.fits is fits
+
+
+def test_four_bits_are_suggested_and_what_they_save_is_said() -> None:
+    path = str(PLANS / "qwen3-30b-a3b-nf4.yaml")
+    plain = plan(path, ["device=rtx4090", "quantization=null"])
+    assert not plain.forecast.fits
+    assert any(changed.get("quantization") == "nf4" for changed, _ in plain.changes)
+    stored = plan(path, ["device=rtx4090"])
+    assert "nf4 in linear layers and experts, 15.7 GiB instead of 56.9 GiB in bfloat16" in stored.as_text()
+    assert "the smallest with enough memory: a10\n" in stored.as_text()
+    assert stored.forecast.sizes.whole.total == plain.forecast.sizes.whole.total
+    assert "without reading weights back from nf4" in stored.as_text()
 
 
 @pytest.mark.matrix

@@ -137,7 +137,8 @@ PAGES = {
         "`surefoot plan` runs the model's own code on tensors without storage and adds what sharding leaves on each "
         "rank; 6 % of a GPU are reserved for memory that tensors cannot use.",
         "Use one of the settings that `surefoot plan` prints: gradient_checkpointing, a smaller "
-        "per_device_train_batch_size, zero_stage: 3, offload: cpu, expert_parallel_size, or more GPUs.",
+        "per_device_train_batch_size, zero_stage: 3, offload: cpu, expert_parallel_size, quantization: nf4, or more "
+        "GPUs.",
         ("hpcaitech/ColossalAI#5464", "hiyouga/LLaMA-Factory#3147"),
         severity="error",
     ),

@@ -16,7 +16,7 @@ from surefoot.errors import ConfigError
 from surefoot.methods.registry import method_of
 from surefoot.models import frozen_model
 from surefoot.models.lora import lora_settings
-from surefoot.planner.devices import GB, GIB, Device
+from surefoot.planner.devices import DEVICES, GB, GIB, Device
 from surefoot.planner.memory import Owners, RankSetup, Rollout, Server, forecast_memory
 from surefoot.planner.sharded_model import ShardedModel
 from surefoot.planner.sizes import FP32_BYTES, HALF_BYTES, Sizes
@@ -98,7 +98,15 @@ class Forecast:
 
     @property
     def device_room_bytes(self) -> int:
-        return int(self.device.memory_bytes * (1 - RESERVED_SHARE)) if self.device.is_gpu else 0
+        return _count_room_bytes(self.device) if self.device.is_gpu else 0
+
+    @property
+    def fitting_devices(self) -> list[str]:
+        """Names of the accelerators with enough memory for these settings, the smallest first."""
+        if not self.device.is_gpu:
+            return []
+        devices = sorted(DEVICES.values(), key=lambda device: device.memory_bytes)
+        return [device.name for device in devices if self.device_peak[1] <= _count_room_bytes(device)]
 
     @property
     def fits(self) -> bool:
@@ -132,6 +140,7 @@ class Forecast:
             "parameters": self.sizes.whole.total,
             "trained_parameters": self.sizes.whole.all_trained,
             "device_peak_bytes": self.device_peak[1],
+            "fitting_devices": self.fitting_devices,
             "device_peak_phase": self.device_peak[0],
             "host_peak_bytes": self.host_peak[1],
             "host_peak_phase": self.host_peak[0],
@@ -210,6 +219,10 @@ def forecast(
         images=step.images,
         server=server,
     )
+
+
+def _count_room_bytes(device: Device) -> int:
+    return int(device.memory_bytes * (1 - RESERVED_SHARE))
 
 
 count_parameters = lru_cache(maxsize=16)(frozen_model.count_parameters)

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 from surefoot.config import RolloutConfig, rollout_settings, vllm_settings
@@ -24,20 +24,22 @@ SettingChanges = dict[str, Any]
 def suggest(current: Forecast, forecast_run: Callable[..., Forecast]) -> list[tuple[SettingChanges, Forecast]]:
     """Return at most `MAX_SUGGESTIONS` changes with their forecasts; empty if the run fits as it is.
 
-    Settings that keep the result of the run are tried first. More GPUs are tried only if none of those fits, or if all
-    of them depend on host memory whose size is unknown. `forecast_run` forecasts a config; with
-    `is_least=True` quickly, and only the least that it needs.
+    Settings that keep the result of the run are tried first. Four bits and more GPUs are tried only if none of those
+    fits, or if all of them depend on host memory whose size is unknown; then the fastest of each kind is returned.
+    `forecast_run` forecasts a config; with `is_least=True` quickly, and only the least that it needs.
     """
     if current.fits:
         return []
     deadline_s = time.monotonic() + SEARCH_S
-    fitting: list[tuple[SettingChanges, Forecast]] = []
-    for candidates in (
-        _propose_smaller_rollout_batches(current),
-        _propose_same_ranks(current),
-        _propose_more_ranks(current),
+    kinds: list[list[tuple[SettingChanges, Forecast]]] = []
+    for candidates, keeps_result in (
+        (_propose_smaller_rollout_batches(current), True),
+        (_propose_same_ranks(current), True),
+        (_propose_four_bits(current), False),
+        (_propose_more_ranks(current), True),
     ):
-        earlier = list(fitting)
+        fitting: list[tuple[SettingChanges, Forecast]] = []
+        kinds.append(fitting)
         for changed in candidates:
             if time.monotonic() > deadline_s:
                 break
@@ -50,18 +52,23 @@ def suggest(current: Forecast, forecast_run: Callable[..., Forecast]) -> list[tu
                 changed_forecast = forecast_run(run)
             except SurefootError:  # settings that conflict for this model
                 continue
-            if changed_forecast.fits and not any(accepted.items() <= changed.items() for accepted, _ in fitting):
+            is_more = any(accepted.items() <= changed.items() for accepted, _ in chain(*kinds))
+            if changed_forecast.fits and not is_more:
                 fitting.append((changed, changed_forecast))
-        fitting.sort(key=lambda change: (change[1].seconds_per_token, len(change[0])))
-        if earlier and len(fitting) > len(earlier):  # keep the fastest of both kinds
-            extra = next(change for change in fitting if change not in earlier)
-            return sorted([*earlier[: MAX_SUGGESTIONS - 1], extra], key=lambda change: change[1].seconds_per_token)
+        fitting.sort(key=_rank_change)
         needs_unknown_host_memory = not current.host_free_bytes and all(
             changed.get("offload") for changed, _ in fitting
         )
-        if fitting and not needs_unknown_host_memory:
+        if fitting and keeps_result and not needs_unknown_host_memory:
             break
-    return fitting[:MAX_SUGGESTIONS]
+    fastest = [fitting[0] for fitting in kinds if fitting]
+    others = [change for fitting in kinds for change in fitting[1:]]
+    return sorted((fastest + others)[:MAX_SUGGESTIONS], key=_rank_change)
+
+
+def _rank_change(change: tuple[SettingChanges, Forecast]) -> tuple[float, int]:
+    """Return the order of a change: the faster first, then the smaller."""
+    return change[1].seconds_per_token, len(change[0])
 
 
 def _has_conflict(run: RunConfig) -> bool:
@@ -122,6 +129,14 @@ def _propose_server_arguments(current: Forecast, run: RolloutConfig) -> Iterator
         yield [*without(run.vllm_args, MEMORY_SHARE), MEMORY_SHARE, REDUCED_SHARE]
         if can_be_cut:
             yield [*without(cut, MEMORY_SHARE), MEMORY_SHARE, REDUCED_SHARE]
+
+
+def _propose_four_bits(current: Forecast) -> Iterator[SettingChanges]:
+    """Propose frozen weights in NF4, alone and with other settings for the same ranks."""
+    if current.run.tuning != "lora" or current.run.quantization is not None:
+        return
+    for changed in ({}, *_propose_same_ranks(current)):
+        yield {"quantization": "nf4", **changed}
 
 
 _NO_ACCUMULATION: SettingChanges = {"gradient_accumulation_steps": None}

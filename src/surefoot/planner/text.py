@@ -31,6 +31,9 @@ def format_forecast(
         + (f" and {_format_duration(forecast.rollout_s)} for its rollout" if forecast.rollout_s else "")
         + f", {1 / forecast.seconds_per_token:.0f} tokens/s{_format_cost(forecast, price)}",
     ]
+    if run.quantization is not None:
+        lines.insert(2, _describe_format(forecast))
+        lines[-1] += f"; without reading weights back from {run.quantization}" if forecast.device.is_gpu else ""
     if forecast.images is not None:
         lines[-1] += f"; each forward is taken to have {forecast.images}, the most that fit, also if rows have none"
     if rollout_settings(run) is not None:
@@ -66,6 +69,16 @@ def format_forecast(
             "No similar settings fit: use fewer parameters, a shorter max_length, or other devices.",
         ]
     return "\n".join(lines)
+
+
+def _describe_format(forecast: Forecast) -> str:
+    """Return a sentence on what the format of the frozen weights saves."""
+    whole = forecast.sizes.whole
+    held, plain = whole.frozen_bytes + whole.expert_frozen_bytes, (whole.total - whole.all_trained) * HALF_BYTES
+    return (
+        f"frozen weights: {forecast.run.quantization} in linear layers and experts, {_as_gib(held)} instead of "
+        f"{_as_gib(plain)} in bfloat16"
+    )
 
 
 def _format_changes(forecast: Forecast, changes: list[tuple[SettingChanges, Forecast]]) -> list[str]:
@@ -162,6 +175,8 @@ def _format_verdict(forecast: Forecast) -> list[str]:
             f"{sign}: {_as_gib(needed)} of {_as_gib(forecast.device_room_bytes)} on each {forecast.device.name}, "
             f"in {phase}"
         )
+        if fitting := forecast.fitting_devices:
+            lines.append(f"the smallest with enough memory: {fitting[0]}")
     phase, needed = forecast.host_peak
     if not forecast.host_free_bytes:
         lines.append(f"each machine needs {_as_gib(needed)} of host memory, in {phase}")
