@@ -83,8 +83,8 @@ def rank_steps(folder: Path, tuning: str) -> dict[str, list[float]]:
     from surefoot.models.build import build_model, trainable_parameters
     from surefoot.models.lora import LoraSettings
     from surefoot.models.weight_loading import keep_freed_memory
+    from surefoot.training.optimizers import build_optimizer
     from surefoot.training.step import counts_of, train_step
-    from surefoot.training.train_setup import build_optimizer
 
     device, settings = torch.device("cpu"), config(learning_rate=1e-4)
     lora = LoraSettings(rank=16, alpha=16, targets=("attention", "mlp")) if tuning == "lora" else None

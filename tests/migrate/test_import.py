@@ -102,7 +102,7 @@ def test_options_that_are_not_known_are_listed(tmp_path: Path) -> None:
             "accelerate launch --config_file z.yaml sft.py --model_name_or_path m --dataset_name d",
             ["config_file = z.yaml"],
         ),
-        ("trl sft --model_name_or_path m --dataset_name d --optim adafactor", ["optim = adafactor"]),
+        ("trl sft --model_name_or_path m --dataset_name d --optim galore_adamw", ["optim = galore_adamw"]),
         ("trl sft --model_name_or_path m --dataset_name d --save_strategy best", ["save_strategy = best"]),
         ("trl sft --model_name_or_path m --dataset_name d --push_to_hub", ["push_to_hub = True"]),
         ("trl sft --model_name_or_path m --dataset_name d --deepspeed z3.json", ["deepspeed = z3.json"]),
@@ -259,11 +259,11 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_is_not_carried_is_told_beside_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "run.yaml"
-    words = ["--model", "m", "--dataset", "d.jsonl", "--neftune_noise_alpha", "5", "--modle", "x"]
+    words = ["--model", "m", "--dataset", "d.jsonl", "--use_dora", "true", "--modle", "x"]
     assert cli.main(["import", "--to", str(target), "--", "swift", "sft", *words]) == 0
     told = capsys.readouterr().err.splitlines()
     assert told[0] == f"written: {target}"
-    assert any(line.startswith("not carried: neftune_noise_alpha") for line in told)
+    assert any(line.startswith("not carried: use_dora") for line in told)
     assert "not known: modle = x" in told
     target.unlink()
     assert cli.main(["import", "--to", str(target), "--", "swift", "rlhf", "--rlhf_type", "ppo", *words[:4]]) == 2
@@ -305,7 +305,7 @@ def test_a_constant_schedule_of_transformers_has_no_warm_up(tmp_path: Path) -> N
         (f"{SWIFT} --lr_scheduler_type warmup_stable_decay --max_steps 200 --lr_scheduler_kwargs "
          "'{\"num_decay_steps\": 50}'", {"lr_scheduler_type": "wsd", "decay_ratio": None},
          'lr_scheduler_kwargs = {"num_decay_steps": 50}'),
-        (f"{SWIFT} --lr_scheduler_type polynomial", {"lr_scheduler_type": None}, "lr_scheduler_type = polynomial"),
+        (f"{SWIFT} --lr_scheduler_type greedy", {"lr_scheduler_type": None}, "lr_scheduler_type = greedy"),
         (f"{SWIFT} --torch_dtype float16", {"dtype": None}, "torch_dtype = float16"),
         (f"{SWIFT} --max_steps -1 --warmup_ratio 0.1 --warmup_steps 0", {"warmup_ratio": 0.1, "max_steps": None}, None),
         (f"{SWIFT} --save_steps 0.1", {"save_steps": None}, "save_steps = 0.1"),

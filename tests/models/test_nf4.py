@@ -18,7 +18,7 @@ from surefoot.methods.base import BatchTotals
 from surefoot.methods.sft.method import SftObjective
 from surefoot.models.build import BuiltModel, build_model
 from surefoot.models.lora import LoraSettings, is_lora
-from surefoot.models.quantization import formats
+from surefoot.models.quantization import bitsandbytes_ops, formats
 from surefoot.models.quantization.base import FrozenLinear, keep_stored
 from surefoot.models.quantization.formats import Nf4Format
 from tests.support.adapters import save
@@ -136,10 +136,10 @@ def test_widths_that_blocks_do_not_divide_are_named(model_folder: Callable[[str]
 
 def test_a_package_that_is_missing_or_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     NF4.check_package()
-    monkeypatch.setattr(formats, "version", lambda _: "0.45.5")
+    monkeypatch.setattr(bitsandbytes_ops, "version", lambda _: "0.45.5")
     with pytest.raises(ModelError, match=r"0\.46 or newer, and 0\.45\.5 is installed"):
         NF4.check_package()
     monkeypatch.undo()
-    monkeypatch.setattr(formats, "PACKAGE", "bitsandbytes-missing")
+    monkeypatch.setattr(bitsandbytes_ops, "PACKAGE", "bitsandbytes-missing")
     with pytest.raises(ModelError, match=r"which is not installed.*surefoot\[quantized\]"):
         NF4.check_package()

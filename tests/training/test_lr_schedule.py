@@ -1,9 +1,11 @@
 """Learning-rate schedules as plain maths."""
 
 import math
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
+import torch
+from transformers import get_scheduler
 
 from surefoot.config import DatasetItem, RunConfig
 from surefoot.config.schema import LearningRateSchedule
@@ -34,6 +36,26 @@ def test_linear_cosine_and_wsd() -> None:
     assert rates(10, lr_scheduler_type="wsd", decay_ratio=0.4) == pytest.approx([1.0] * 6 + [1.0, 0.75, 0.5, 0.25])
     low = rates(10, lr_scheduler_type="wsd", decay_ratio=0.4, min_lr_ratio=0.2, warmup_ratio=0.2)
     assert low == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "changes", "kwargs"),
+    [
+        ("linear", {}, {}),
+        ("cosine", {}, {}),
+        ("cosine_with_restarts", {"lr_cycles": 3}, {"num_cycles": 3}),
+        ("polynomial", {"lr_power": 2.0}, {"power": 2.0, "lr_end": 0.0}),
+        ("inverse_sqrt", {}, {}),
+    ],
+)
+def test_schedules_after_the_warm_up_are_those_of_transformers(
+    schedule: str, changes: dict[str, Any], kwargs: dict[str, Any]
+) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    warmup, total = 5, 50
+    theirs = get_scheduler(schedule, optimizer, warmup, total, scheduler_specific_kwargs=kwargs).lr_lambdas[0]
+    ours = rates(total, lr_scheduler_type=schedule, warmup_steps=warmup, **changes)
+    assert ours[warmup:] == pytest.approx([theirs(step) for step in range(warmup, total)], abs=1e-9)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -33,6 +33,8 @@ ALIASES: dict[str, str] = {
     **dict.fromkeys(["hsdp_replicate_size", "data_parallel_replicate_degree"], "dp_replicate_size"),
     **dict.fromkeys(["lr", "max_lr"], "learning_rate"),
     **dict.fromkeys(["lr_scheduler", "scheduler"], "lr_scheduler_type"),
+    "optimizer": "optim",
+    "lorap_lr_ratio": "loraplus_lr_ratio",
     **dict.fromkeys(["num_epochs", "epochs", "max_epochs"], "num_train_epochs"),
     **dict.fromkeys(["gradient_clipping", "max_gradient_norm"], "max_grad_norm"),
     **dict.fromkeys(["torch_dtype", "precision"], "dtype"),
@@ -90,6 +92,15 @@ VALUE_ALIASES: dict[str, dict[str, str]] = {
     "truncation": {"delete": "drop", "raise": "error"},
     "dtype": {"bf16": "bfloat16", "fp32": "float32"},
     "quantization": {"4": "nf4", "8": "int8"},
+    "optim": {
+        **dict.fromkeys(
+            "adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused adamw_torch_xla adamw_torch_npu_fused adamw_bnb "
+            "paged_adamw paged_adamw_32bit AdamW adam".split(),
+            "adamw",
+        ),
+        **dict.fromkeys(["adamw_bnb_8bit", "adamw_torch_8bit", "paged_adamw_8bit"], "adamw_8bit"),
+        **dict.fromkeys(["lion_32bit", "lion_8bit", "paged_lion", "paged_lion_32bit", "paged_lion_8bit"], "lion"),
+    },
     "target_modules": {"all-linear": "all"},
     "importance_correction": {"token_truncate": "truncate", "token_mask": "mask"},
 }
@@ -104,7 +115,6 @@ INSTEAD: dict[str, str] = {
         ["quant_method", "quantization_method", "bnb_4bit_quant_type", "bnb_4bit_compute_dtype"],
         "quantization: nf4 stores NF4 by bitsandbytes, and dtype is the type of the arithmetic; drop it",
     ),
-    **dict.fromkeys(["optim", "optimizer"], "AdamW is the optimizer; drop it"),
     **dict.fromkeys(
         ["attn_implementation", "attn_impl", "flash_attn", "flash_attention", "use_liger_kernel"],
         "attention and loss are chosen for the device and for packing; drop it",
@@ -127,7 +137,6 @@ INSTEAD: dict[str, str] = {
         "eval_dataset turns evaluation on, eval_steps or evals_per_epoch sets when",
     ),
     "logging_dir": "output_dir holds all files of the run",
-    "neftune_noise_alpha": "there is no noise on embeddings here",
     "early_stopping_patience": "there is no early stopping here: watch eval_loss, and stop with Ctrl-C, which saves",
     "ddp_timeout": "waits have deadlines of their own, and a stall is named in seconds; drop it",
 }

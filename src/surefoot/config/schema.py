@@ -25,7 +25,9 @@ MessageTag = Literal[
     "role_tag", "content_tag", "user_tag", "assistant_tag", "observation_tag", "function_tag", "system_tag"
 ]
 """Name in LLaMA-Factory of a key of messages, or of a role."""
-LearningRateSchedule = Literal["linear", "cosine", "constant", "wsd"]
+LearningRateSchedule = Literal[
+    "linear", "cosine", "constant", "wsd", "cosine_with_restarts", "polynomial", "inverse_sqrt"
+]
 REGULAR_EXPRESSION = re.compile(r"[\\\[\](){}|^$*+?]")
 """Characters of a regular expression that no name of a module has."""
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
@@ -274,9 +276,21 @@ class RunConfig(BaseModel):
     learning_rate: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
     """Peak learning rate. `auto`: that of published recipes for the tuning and the size of the model, which
     `training/learning_rate.py` lists with their sources (2e-4 for LoRA up to 30B, 1e-5 for full fine-tuning of 8B)."""
+    optim: Literal["adamw", "adamw_8bit", "adafactor", "muon", "lion", "sgd"] = "adamw"
+    """Optimizer. `adamw_8bit` stores AdamW's moments in eight bits (with bitsandbytes), `adafactor` only means of rows
+    and columns, `lion` one moment, `sgd` nothing. `muon` makes the singular values of each matrix's momentum equal, in
+    layers and experts, and is AdamW for the rest. It takes AdamW's learning rates, `lion` a third of them or less."""
+    loraplus_lr_ratio: float | None = Field(default=None, gt=0)
+    """Learning rate of LoRA's B as a multiple of that of A (LoRA+, 2 to 16). Default: both have one learning rate."""
     lr_scheduler_type: LearningRateSchedule = "cosine"
     """Schedule after warm-up. `wsd` (warmup-stable-decay): constant, then linear to `min_lr_ratio` of the peak over the
-    last `decay_ratio` of the run."""
+    last `decay_ratio` of the run. `cosine_with_restarts`: `lr_cycles` cosines, one after the other. `polynomial`: the
+    power `lr_power` of what is left. `inverse_sqrt`: one over the square root of the steps, relative to those of the
+    warm-up."""
+    lr_cycles: int = Field(default=1, gt=0)
+    """Number of cosines of `cosine_with_restarts`."""
+    lr_power: float = Field(default=1.0, gt=0)
+    """Exponent of `polynomial`; 1 is linear."""
     warmup_steps: int | None = Field(default=None, ge=0)
     """Steps of linear warm-up. Default: `warmup_ratio` of all steps."""
     warmup_ratio: float = Field(default=0.0, ge=0, le=1)
@@ -284,9 +298,9 @@ class RunConfig(BaseModel):
     decay_ratio: float = Field(default=0.1, gt=0, le=1)
     """Share of the run in which `wsd` decays, at its end: of its steps with `max_steps`, else of its rows."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """The learning rate at the end, as a share of the peak (linear, cosine, wsd)."""
+    """The learning rate at the end, as a share of the peak. Not for `constant` and `inverse_sqrt`."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW's decay of matrices and stacks of matrices; norms and biases are never decayed."""
+    """Decay of matrices and stacks of matrices; norms and biases are never decayed."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     """AdamW's decay rate of the first moment."""
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)

@@ -91,6 +91,13 @@ def _check_tuning(run: RunConfig, non_default: set[str]) -> Iterator[Contradicti
                 "quantization",
                 "tuning",
             )
+        if run.loraplus_lr_ratio is not None:
+            yield Contradiction(
+                f"loraplus_lr_ratio={run.loraplus_lr_ratio} is of LoRA, and tuning=full trains no low-rank pairs. Drop "
+                "it",
+                "loraplus_lr_ratio",
+                "tuning",
+            )
         return  # the other LoRA settings have no effect then
     of_nf4 = sorted(non_default & {"quantization_block_size", "double_quantization"})
     if of_nf4 and run.quantization != "nf4":
@@ -153,17 +160,38 @@ def _check_json(run: RunConfig) -> Iterator[Contradiction]:
 
 def _check_learning_rate(run: RunConfig, non_default: set[str]) -> Iterator[Contradiction]:
     """Check the settings of the learning-rate schedule."""
+    if run.optim == "sgd" and run.learning_rate == AUTO:
+        yield Contradiction(
+            "optim=sgd needs a learning_rate: it depends on the size of gradients, and recipes have none. Begin with "
+            "0.1",
+            "optim",
+            "learning_rate",
+        )
     if run.warmup_steps is not None and run.warmup_ratio:
         yield Contradiction(
             "warmup_steps and warmup_ratio both set the warm-up. Keep one", "warmup_steps", "warmup_ratio"
         )
-    if run.lr_scheduler_type == "constant" and "min_lr_ratio" in non_default:
+    if run.lr_scheduler_type in ("constant", "inverse_sqrt") and "min_lr_ratio" in non_default:
         yield Contradiction(
-            f"min_lr_ratio={run.min_lr_ratio} has no effect with lr_scheduler_type=constant, which never lowers the "
-            "learning rate. Drop it, or choose another schedule",
+            f"min_lr_ratio={run.min_lr_ratio} has no effect with lr_scheduler_type={run.lr_scheduler_type}, which has "
+            "no lowest learning rate. Drop it, or choose another schedule",
             "min_lr_ratio",
             "lr_scheduler_type",
         )
+    if run.lr_scheduler_type == "inverse_sqrt" and not (run.warmup_steps or run.warmup_ratio):
+        yield Contradiction(
+            "lr_scheduler_type=inverse_sqrt without a warm-up: the learning rate falls with the steps relative to "
+            "those of the warm-up. Set warmup_steps, or choose another schedule",
+            "lr_scheduler_type",
+        )
+    for name, schedule in (("lr_cycles", "cosine_with_restarts"), ("lr_power", "polynomial")):
+        if name in non_default and run.lr_scheduler_type != schedule:
+            yield Contradiction(
+                f"{name}={getattr(run, name)} has no effect with lr_scheduler_type={run.lr_scheduler_type}. Drop it, "
+                f"or set lr_scheduler_type: {schedule}",
+                name,
+                "lr_scheduler_type",
+            )
     if run.lr_scheduler_type != "wsd" and "decay_ratio" in non_default:
         yield Contradiction(
             f"decay_ratio={run.decay_ratio} has no effect with lr_scheduler_type={run.lr_scheduler_type}. Drop it, or "

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import EllipsisType
 from typing import Any, get_args
 
-from surefoot.config.aliases import ALIASES, FLAG_ALIASES
+from surefoot.config.aliases import ALIASES, FLAG_ALIASES, VALUE_ALIASES
 from surefoot.config.deepspeed import KEYS as DEEPSPEED_KEYS
 from surefoot.config.methods import known_fields
 from surefoot.config.schema import REGULAR_EXPRESSION
@@ -33,6 +33,9 @@ from surefoot.migrate.values import as_list, is_null, parse_number
 TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow", "trackio")
 PEER_SCHEDULES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd"}
 """Schedule of transformers -> Surefoot's; those that are not here have the same name, or none."""
+KWARGS_OF_SCHEDULES = {"min_lr_rate": "min_lr_ratio", "num_cycles": "lr_cycles", "power": "lr_power"}
+"""Parameter of a schedule of transformers -> the setting of the same meaning."""
+OPTIMIZERS = get_args(known_fields()["optim"].annotation)
 SUPPORTED_SCHEDULES = get_args(known_fields()["lr_scheduler_type"].annotation)
 LOSS_SCALES: dict[str, dict[str, Any]] = {
     "default": {}, "last_round": {"train_on": "last_assistant"}, "all": {"train_on": "all"},
@@ -235,6 +238,11 @@ def _map_duration(run: ParsedRun, name: str, value: Any) -> MappedSettings:
         return {}
     if name == "warmup_steps" and isinstance(ratio := parse_number(value), float) and 0 < ratio < 1:
         return {"warmup_ratio": ratio}
+    if name in ("optim", "optimizer"):
+        optimizer = VALUE_ALIASES["optim"].get(str(value), value)
+        return {"optim": optimizer} if optimizer in OPTIMIZERS else {} if is_null(value) else None
+    if name == "use_muon":
+        return {"optim": "muon"} if value is True else {}
     if ALIASES.get(name, name) == "lr_scheduler_type":
         schedule = PEER_SCHEDULES.get(str(value), value)
         return {"lr_scheduler_type": schedule} if schedule in SUPPORTED_SCHEDULES else None
@@ -247,9 +255,10 @@ def _map_duration(run: ParsedRun, name: str, value: Any) -> MappedSettings:
             min_lr, max_lr = parse_number(kwargs["min_lr"]), parse_number(run.settings.get("learning_rate", default))
             is_numeric = isinstance(min_lr, int | float) and isinstance(max_lr, int | float) and max_lr > 0
             return {"min_lr_ratio": float(f"{min_lr / max_lr:.6g}")} if is_numeric else None
-        if kwargs is not None and kwargs.keys() == {"min_lr_rate"}:
-            return {"min_lr_ratio": kwargs["min_lr_rate"]}
-        return None
+        for peer_name, own in KWARGS_OF_SCHEDULES.items():
+            if kwargs is not None and kwargs.keys() == {peer_name}:
+                return {own: parse_number(kwargs[peer_name])}
+        return {} if not kwargs and kwargs is not None else None
     if name == "report_to":
         trackers = [tracker for tracker in as_list(value) if tracker in TRACKERS]
         return {"report_to": trackers} if trackers else {}

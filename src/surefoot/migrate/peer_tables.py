@@ -130,10 +130,6 @@ CROSS_ENTROPY = frozenset(("nll", "chunked_nll", "causal_lm", "cross_entropy", N
 """Names of the loss of SFT."""
 IGNORED_IF: dict[str, tuple[frozenset[Any], str]] = {
     **dict.fromkeys(
-        ("optim", "optimizer"),
-        (frozenset("adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused adamw AdamW".split()), "AdamW is used"),
-    ),
-    **dict.fromkeys(
         ("save_strategy", "evaluation_strategy", "eval_strategy", "logging_strategy"),
         (
             frozenset(("steps",)),
@@ -153,6 +149,7 @@ UNSUPPORTED_VALUES = _index_by_name({
     "they belong to functions that are not carried: write each weight with its function, {func: ..., weight: ...}":
         "reward_weights",
     "this schedule is not available: the default of its program stands instead": "lr_scheduler_type lr_scheduler",
+    "this optimizer is not available: AdamW stands instead": "optim optimizer",
     "not all of these parameters have a counterpart: wsd decays linearly over the last decay_ratio of the run":
         "lr_scheduler_kwargs",
 })  # fmt: skip
@@ -163,8 +160,6 @@ UNSUPPORTED = _index_by_name({
     "write it as a split of the source: {path: ..., split: '[:1000]'}": "max_samples dataset_num_samples",
     "the best checkpoint is not selected: save_total_limit keeps the newest":
         "load_best_model_at_end metric_for_best_model",
-    "no noise is added to embeddings": "neftune_noise_alpha",
-    "A and B have one learning rate": "loraplus_lr_ratio",
     "weight-decomposed LoRA is not available": "use_dora",
     "biases are not trained with LoRA": "lora_bias",
     "only LoRA and, as `router`, routers are trained": "modules_to_save additional_target lora_modules_to_save",

@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from surefoot.config import RunConfig, rollout_settings, vllm_settings
+from surefoot.config.optimizers import OUTSIDE_LAYERS_BYTES, STATE_BYTES
 from surefoot.config.vllm_args import SMALLER, memory_share, pipeline_parallel, tensor_parallel, value_of
 from surefoot.distributed.parallel_dims import Layout
 from surefoot.errors import ConfigError
@@ -198,6 +199,7 @@ def forecast(
         is_full=run.tuning == "full",
         ranks_here=run.nproc_per_node,
         rollout=_plan_rollout(run, sequences, step, dtype),
+        state_bytes=_count_state_bytes(run, sizes),
         server=server,
         models_beside=_count_models_beside(run, layout, dtype),
         sharded_beside=frozenset(model.role for model in run.models_beside if model.is_sharded),
@@ -226,6 +228,13 @@ def _count_room_bytes(device: Device) -> int:
 
 
 count_parameters = lru_cache(maxsize=16)(frozen_model.count_parameters)
+
+
+def _count_state_bytes(run: RunConfig, sizes: Sizes) -> float:
+    """Return the bytes of the optimizer's state for a trained weight, on average."""
+    inside, trained = STATE_BYTES[run.optim], max(1, sizes.whole.all_trained)
+    outside = OUTSIDE_LAYERS_BYTES.get(run.optim, inside)
+    return inside + (outside - inside) * sizes.outside.all_trained / trained
 
 
 def _count_models_beside(run: RunConfig, layout: Layout, dtype: torch.dtype) -> dict[str, int]:

@@ -14,12 +14,11 @@ export      the same, written to a file at the end of the run
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from surefoot.config.optimizers import STATE_BYTES
 from surefoot.planner.sharded_model import ShardedModel
 from surefoot.planner.sizes import FP32_BYTES, HALF_BYTES
 from surefoot.planner.trace import Trace
 
-MOMENTS = 2
-"""Number of AdamW's moments, in float32."""
 HEAP_FRAGMENTATION = 0.75
 """Fragmentation of glibc's heap on a CPU, as a share of activations; measured, see docs/plan-accuracy.md."""
 MAX_WEIGHT_SHARE = 0.9
@@ -92,6 +91,8 @@ class RankSetup:
     ranks_here: int = 1
     """Number of ranks of a machine; host memory that only some of them hold is divided among all of them."""
     rollout: Rollout | None = None
+    state_bytes: float = STATE_BYTES["adamw"]
+    """Bytes of the optimizer's state for each trained weight."""
     server: Server | None = None
     models_beside: Mapping[str, int] = field(default_factory=dict)
     """Bytes of the models that the rank holds beside the trained one, by role."""
@@ -108,7 +109,7 @@ def forecast_memory(model: ShardedModel, trace: Trace, setup: RankSetup) -> dict
     }
     at_rest = {
         **weights,
-        "optimizer": MOMENTS * model.trained_bytes,
+        "optimizer": int(setup.state_bytes * model.trained_elements),
         **setup.models_beside,
     }
     gathered = {"gathered weights": model.gathered_bytes}
@@ -187,10 +188,11 @@ def _count_checkpoint_copy(model: ShardedModel, setup: RankSetup) -> dict[str, i
     """Count the host memory of a checkpoint's copy, pinned if it comes from a GPU. One rank copies each shard."""
     shard, ranks = model.trained_elements, setup.ranks_here
     copied = min(shard * ranks, model.sizes.whole.all_trained)  # by all ranks of the machine
-    size = (1 + MOMENTS) * FP32_BYTES * copied // ranks
+    size = int((FP32_BYTES + setup.state_bytes) * copied) // ranks
     if not setup.is_on_gpu or model.layout.offload or not shard:
         return {"copy to save": size}
-    pinned = (1 + MOMENTS) * model.count_pinned_bytes(is_trained=True) * copied // (shard * ranks)
+    copies = 1 + setup.state_bytes / FP32_BYTES
+    pinned = int(copies * model.count_pinned_bytes(is_trained=True)) * copied // (shard * ranks)
     return {"copy to save": size, PINNED_ROUNDING: pinned - size}
 
 

@@ -38,8 +38,9 @@ from surefoot.system.atomic_io import (
     sync,
     write_json,
 )
-from surefoot.training.checkpoint import MOMENTS, TrainState, checkpoint_folder, list_checkpoints
+from surefoot.training.checkpoint import TrainState, checkpoint_folder, list_checkpoints
 from surefoot.training.manifest import FORMAT_VERSION, MANIFEST, PARTS, STATE, seal
+from surefoot.training.optimizers import state_blocks
 from surefoot.training.sharded_tensors import select_owned_blocks, write_blocks
 from surefoot.version import __version__
 
@@ -142,12 +143,7 @@ class Saver:
         """Return the blocks that this rank writes, copied to host memory."""
         blocks: Blocks = {
             "model": {name: block_of(tensor) for name, tensor in tensors.items()},
-            "optimizer": {
-                f"{moment}.{name}": block_of(optimizer.state[tensor][moment])
-                for name, tensor in tensors.items()
-                if tensor in optimizer.state
-                for moment in MOMENTS
-            },
+            "optimizer": state_blocks(optimizer, tensors),
         }
         is_cuda = any(tensor.is_cuda for tensor in tensors.values())
         copied: Blocks = {part: {} for part in PARTS}

@@ -28,9 +28,9 @@ from surefoot.models.router_bias import is_router_bias
 from surefoot.system.atomic_io import delete
 from surefoot.system.json_files import DamagedFile, is_count, is_number, read_object
 from surefoot.training.manifest import MANIFEST, NAME, STATE, check_files, read_manifest, refuse_unreadable
+from surefoot.training.optimizers import STATE_OF_ALL, create_state, state_blocks
 from surefoot.training.sharded_tensors import ShardedTensors
 
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 MAX_STATE_BYTES = 8 << 30
 """Largest size of state.json: with GRPO it holds completions."""
 ADDED_IN_FORMAT_3 = frozenset(("base_fingerprint", "data_seen", "evaluation_is_due", "reward_files", "pending"))
@@ -134,18 +134,24 @@ def verify(path: Path) -> dict[str, Any]:
         moments.check_whole()
     except CheckpointError as error:
         raise DamagedFile(str(error)) from error
-    expected = {
-        f"{m}.{name}": torch.Size() if m == "step" else s
-        for name, s in weights.shapes.items()
-        if not is_router_bias(name)
-        for m in MOMENTS
-    }
-    name = next(
-        (name for name in {**expected, **moments.shapes} if expected.get(name) != moments.shapes.get(name)), None
-    )
+    shapes = {name: shape for name, shape in weights.shapes.items() if not is_router_bias(name)}
+    name = _find_misfit(manifest["config"], shapes, moments.shapes)
     if name is not None:
         raise DamagedFile(f"{path / 'optimizer'} does not fit {path / 'model'}: {name} is missing or another")
     return manifest
+
+
+def _find_misfit(
+    config: Mapping[str, Any], weights: Mapping[str, torch.Size], state: Mapping[str, torch.Size]
+) -> str | None:
+    """Return the name of a tensor of an optimizer's state that is missing, or does not belong to these weights."""
+    parts = STATE_OF_ALL.get(config.get("optim", "adamw"))
+    if parts is None:  # the state of each parameter depends on its shape, which loading checks
+        return next((name for name in state if name.partition(".")[2] not in weights), None)
+    expected = {
+        f"{part}.{name}": torch.Size() if part == "step" else shape for name, shape in weights.items() for part in parts
+    }
+    return next((name for name in {**expected, **state} if expected.get(name) != state.get(name)), None)
 
 
 def find_newest(run_folder: Path) -> tuple[Path | None, list[Finding]]:
@@ -239,21 +245,12 @@ def load_checkpoint(
     """
     weights, moments = ShardedTensors(path / "model"), ShardedTensors(path / "optimizer")
     weights.check({name: (tensor.shape, tensor.dtype) for name, tensor in {**parameters, **biases}.items()})
-    scalar = (torch.Size(), torch.float32)
-    moments.check(
-        {
-            f"{moment}.{name}": scalar if moment == "step" else (parameter.shape, parameter.dtype)
-            for name, parameter in parameters.items()
-            for moment in MOMENTS
-        }
-    )
+    create_state(optimizer, parameters.values())
+    blocks = state_blocks(optimizer, parameters)
+    moments.check({name: (block.shape, block.local.dtype) for name, block in blocks.items()})
     for name, bias in biases.items():
         weights.fill(name, block_of(bias))
     for name, parameter in parameters.items():
         weights.fill(name, block_of(parameter))
-        filled = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
-        for moment in MOMENTS[1:]:
-            filled[moment] = torch.zeros_like(parameter, requires_grad=False)
-        for moment, value in filled.items():
-            moments.fill(f"{moment}.{name}", block_of(value))
-        optimizer.state[parameter] = filled
+    for name, block in blocks.items():
+        moments.fill(name, block)

@@ -10,6 +10,12 @@ WITHOUT_RECIPE = 1e-4
 """The value of `auto` for smaller models; a choice of ours."""
 
 
+SHARES = {"lion": 0.3}
+"""Optimizer -> its learning rates as a share of AdamW's, which recipes are for. Source: arXiv:2302.06675, section 5."""
+WITHOUT_RECIPES = ("sgd",)
+"""Optimizers whose learning rates follow from the size of gradients."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Learning rates for models of at most so many parameters."""
@@ -39,13 +45,16 @@ Sources: LoRA, QLoRA (arXiv:2305.14314, table 9: 2e-4, and 1e-4 from 33B) and "L
 
 def find_recipe(run: RunConfig, parameters: int) -> Recipe | None:
     """Return the recipe for a model of so many parameters; None if there is none for its size."""
-    if parameters < LEAST_PARAMETERS:
+    if parameters < LEAST_PARAMETERS or run.optim in WITHOUT_RECIPES:
         return None
-    return next(recipe for recipe in RECIPES[run.tuning] if parameters <= recipe.most_parameters)
+    recipe = next(recipe for recipe in RECIPES[run.tuning] if parameters <= recipe.most_parameters)
+    share = SHARES.get(run.optim, 1.0)
+    return Recipe(recipe.most_parameters, share * recipe.lowest, share * recipe.highest, share * recipe.usual)
 
 
 def choose_learning_rate(run: RunConfig, parameters: int) -> float:
     """Return the value of `learning_rate: auto` for a model of so many parameters."""
     recipe = find_recipe(run, parameters)
-    rate = (recipe.usual if recipe is not None else WITHOUT_RECIPE) * run.learning_rate_share
+    without = WITHOUT_RECIPE * SHARES.get(run.optim, 1.0)
+    rate = (recipe.usual if recipe is not None else without) * run.learning_rate_share
     return float(f"{rate:.3g}")  # as it is printed, so that it can be written into run.yaml

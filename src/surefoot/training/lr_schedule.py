@@ -2,18 +2,37 @@
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 from surefoot.config import RunConfig
 from surefoot.config.schema import EPSILON
 
-SCHEDULES: dict[str, Callable[[float, float, RunConfig], float]] = {
-    "constant": lambda _progress, _done, _config: 1.0,
-    "linear": lambda progress, _done, _config: 1 - progress,
-    "cosine": lambda progress, _done, _config: (1 + math.cos(math.pi * progress)) / 2,
-    "wsd": lambda _progress, done, config: min((1.0 - done) / config.decay_ratio, 1.0),
+
+class Moment(NamedTuple):
+    """A step of a run, after its warm-up. All are fractions of the run from 0 to 1 but `progress`, of what is left."""
+
+    progress: float
+    """Since the warm-up."""
+    done: float
+    """Of the whole run."""
+    warmup_end: float
+    """Of the whole run, when the warm-up ended."""
+
+
+def _restart(moment: Moment, config: RunConfig) -> float:
+    return (1 + math.cos(math.pi * (config.lr_cycles * moment.progress % 1.0))) / 2
+
+
+SCHEDULES: dict[str, Callable[[Moment, RunConfig], float]] = {
+    "constant": lambda _moment, _config: 1.0,
+    "linear": lambda moment, _config: 1 - moment.progress,
+    "cosine": lambda moment, _config: (1 + math.cos(math.pi * moment.progress)) / 2,
+    "cosine_with_restarts": _restart,
+    "polynomial": lambda moment, config: max(1 - moment.progress, 0.0) ** config.lr_power,
+    "inverse_sqrt": lambda moment, _config: math.sqrt(min(moment.warmup_end / max(moment.done, EPSILON), 1.0)),
+    "wsd": lambda moment, config: min((1.0 - moment.done) / config.decay_ratio, 1.0),
 }
-"""Name -> function of (progress since the warm-up, progress of the whole run, config), both from 0 to 1. It returns the
-height between the lowest learning rate (0) and the peak (1)."""
+"""Name -> function that returns the height between the lowest learning rate (0) and the peak (1)."""
 
 
 def learning_rate_at(step: int, done_before: float, done_after: float, warmup_end: float, config: RunConfig) -> float:
@@ -33,4 +52,5 @@ def learning_rate_at(step: int, done_before: float, done_after: float, warmup_en
         warmup_end = config.warmup_ratio
     progress = max(done_before - warmup_end, 0.0) / max(1.0 - warmup_end, EPSILON)
     lowest = peak * config.min_lr_ratio
-    return lowest + (peak - lowest) * SCHEDULES[config.lr_scheduler_type](progress, done_before, config)
+    moment = Moment(progress, done_before, warmup_end)
+    return lowest + (peak - lowest) * SCHEDULES[config.lr_scheduler_type](moment, config)

@@ -34,6 +34,11 @@ UNNAMED_ENDS = (
 OTHER_BASE = (
     "init_adapter was trained on {}, and this run's model is {}: an adapter fits the weights that it was trained beside"
 )
+LOW_RANK_FOR_MUON = (
+    "optim: muon makes the singular values of LoRA's matrices equal, of which there are {0} each: with lora_rank: {0} "
+    "that is little more than a step of one length. A rank of 16 or more, or full fine-tuning, makes use of it"
+)
+LEAST_RANK_FOR_MUON = 8
 NO_SWITCH = "enable_thinking: the chat template does not read it, so it changes nothing"
 
 
@@ -50,6 +55,8 @@ def describe_model(
         yield how
     if slow := describe_missing_kernel(train_context.model, train_context.device, getattr(torch, config.dtype)):
         yield slow
+    if lora is not None and config.optim == "muon" and lora.rank < LEAST_RANK_FOR_MUON:
+        yield LOW_RANK_FOR_MUON.format(lora.rank)
     if lora is not None and (left_out := experts_left_out(train_context.model, lora.targets)):
         yield EXPERTS_LEFT_OUT.format(", ".join(left_out))
     if lora is not None:

@@ -22,8 +22,10 @@ from surefoot.errors import CheckpointError
 from surefoot.models.dtensor_blocks import LocalShard
 from surefoot.system.json_files import is_count
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Types of tensors that can be trained, by safetensors' names."""
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8,
+}  # fmt: skip
+"""Types of weights and of optimizer state, by safetensors' names."""
 MAX_SIZE = 2**62
 
 
@@ -88,7 +90,7 @@ class ShardedTensors:
             if not _is_within(offset, size, shape):
                 raise ValueError(f"{name} is of shape {size}, and cannot be at {offset} of a tensor of shape {shape}")
             if dtype not in DTYPES:
-                raise ValueError(f"{name} is of type {dtype}, which cannot be trained")
+                raise ValueError(f"{name} is of type {dtype}, which no weight or state has")
             full_spec = torch.Size(shape), DTYPES[dtype]
             if (self.shapes.setdefault(name, full_spec[0]), self.dtypes.setdefault(name, full_spec[1])) != full_spec:
                 raise ValueError(f"{name} has another shape or type here than in another file")

@@ -1,12 +1,11 @@
 """Setup of a `TrainContext` from a config: the model as this rank holds it, its optimizer and its objective."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from surefoot.config import LoadedConfig, RunConfig
 from surefoot.data.image_processor import PixelReader, Vision
@@ -20,10 +19,12 @@ from surefoot.methods.token_loss import eval_no_grad
 from surefoot.models.adapter import read_adapter
 from surefoot.models.build import build_model, compile_layers, mark_trainable, meta_model, trainable_parameters
 from surefoot.models.lora import attach, check_frozen_weights, checked_targets, lora_settings
+from surefoot.models.quantization.bitsandbytes_ops import check_package
 from surefoot.models.router_bias import RouterBiases
 from surefoot.models.vision import check_tower
 from surefoot.models.weight_loading import keep_freed_memory
 from surefoot.training.export import load_adapter
+from surefoot.training.optimizers import build_optimizer
 
 Context = Callable[[], AbstractContextManager[object]]
 
@@ -59,10 +60,15 @@ def check_router_biases(loaded: LoadedConfig, base: Path) -> None:
 def check_targets(loaded: LoadedConfig, base: Path) -> None:
     """Raise ModelError, with its place in the config, for targets of LoRA that model or `init_adapter` do not have.
 
-    The same for frozen weights that cannot be stored as the config says.
+    The same for frozen weights that cannot be stored as the config says, and for a missing package of the optimizer.
     Reads no weights of the model, so it comes before the data are prepared. Raises: ModelError for a config.json that
     is no model's.
     """
+    if loaded.run.optim == "adamw_8bit":
+        try:
+            check_package("optim: adamw_8bit", "adamw needs no package")
+        except ModelError as error:
+            raise ModelError(f"{str(error).removesuffix('.')} ({loaded.where('optim')}).") from error
     lora = lora_settings(loaded.run)
     if lora is None:
         return
@@ -103,22 +109,6 @@ def check_images(context: TrainContext, reader: PixelReader, where: str) -> None
     with eval_no_grad(context.model), context.forward_context():
         context.ranks.run_or_raise_on_all(as_fsdp_forward(context.model, check_blank))
     reshard(context.model)
-
-
-def build_optimizer(parameters: Mapping[str, nn.Parameter], config: RunConfig) -> torch.optim.AdamW:
-    """Build fused AdamW. Matrices and stacks of matrices are decayed; norms and biases, also of experts, are not."""
-    is_decayed = {name: p.dim() >= 2 and not name.endswith("bias") for name, p in parameters.items()}
-    groups = [
-        {"params": [p for name, p in parameters.items() if is_decayed[name] == decays], "weight_decay": decay}
-        for decays, decay in ((True, config.weight_decay), (False, 0.0))
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=float(config.learning_rate),
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_epsilon,
-        fused=True,
-    )
 
 
 def build_train_context(

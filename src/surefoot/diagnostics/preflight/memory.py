@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from surefoot.config import RunConfig
+from surefoot.config.optimizers import STATE_BYTES
 from surefoot.diagnostics.preflight.check import CheckContext, NotApplicable, Result, fail, ok
 from surefoot.diagnostics.preflight.gpus import select_gpus
 from surefoot.errors import ModelError
@@ -16,10 +17,6 @@ from surefoot.models.resolve_model import folder_here, may_be_fetched
 
 GIB = 1 << 30
 FP32_BYTES, HALF_BYTES = 4, 2
-STATE_BYTES, MOMENTS_BYTES = 12, 8
-"""Bytes per trained parameter for its gradient and AdamW's two moments, and for the moments alone, all float32."""
-CHECKPOINT_BYTES = 12
-"""Bytes per trained parameter in a checkpoint: the parameter and its two moments, all float32."""
 
 PLAN_IT = (
     "`surefoot plan` names settings that fit: zero_stage: 3, offload: cpu, expert_parallel_size, tuning: lora, or more "
@@ -154,8 +151,8 @@ def least_device_bytes(run: RunConfig, weights: Weights) -> tuple[int, str]:
     shards, parameters = _Shards.of(run), weights.parameters
     summary = f"{parameters / 1e9:.2f} G parameters"
     if run.tuning == "full":
-        moments = parameters * MOMENTS_BYTES // shards.state
-        return parameters * FP32_BYTES // shards.weights + moments, f"{summary} with AdamW's moments"
+        moments = int(parameters * STATE_BYTES[run.optim]) // shards.state
+        return parameters * FP32_BYTES // shards.weights + moments, f"{summary} with the state of {run.optim}"
     return parameters * element_bytes(run, is_on_gpus=True) // shards.weights, summary
 
 
@@ -169,27 +166,29 @@ def _least_host_bytes(run: RunConfig, weights: Weights, *, is_on_gpus: bool) -> 
     is_full, summary = run.tuning == "full", f"{parameters / 1e9:.2f} G parameters"
     copy_shards = shards.sharded if run.zero_stage else 1
     copied_shards = min(local_ranks, copy_shards)
-    copy_bytes = parameters * CHECKPOINT_BYTES * copied_shards // copy_shards if _has_checkpoint_copy(run) else 0
+    saved_bytes = FP32_BYTES + STATE_BYTES[run.optim]  # of a weight, or of its gradient, with the optimizer's state
+    copy_bytes = int(parameters * saved_bytes) * copied_shards // copy_shards if _has_checkpoint_copy(run) else 0
     if run.offload is not None and run.zero_stage < 3 and not is_full:
         ranks = format_ranks(local_ranks)
         least = parameters * HALF_BYTES * local_ranks // shards.weights
         return least, f"{summary}, which each of {ranks} reads into host memory before its GPU"
     if run.offload is not None:  # host memory holds the sharded training state, or frozen weights with stage 3
-        state = parameters * (FP32_BYTES + STATE_BYTES if is_full else HALF_BYTES)
+        state = int(parameters * (FP32_BYTES + saved_bytes if is_full else HALF_BYTES))
         pinned = (FP32_BYTES, FP32_BYTES) if is_full else (HALF_BYTES,)  # weights, gradients
         rounding = sum(weights.rounding_bytes(shards.sharded, size) for size in pinned)
         copy_note = f", and {copy_bytes / GIB:.1f} GiB for the copy of checkpoints" if copy_bytes else ""
         least = state * local_ranks // shards.sharded + rounding * local_ranks + copy_bytes
         return least, f"the state of {summary}, offloaded{copy_note}"
     if is_on_gpus:
-        rounding = CHECKPOINT_BYTES // FP32_BYTES * weights.rounding_bytes(copy_shards, FP32_BYTES)
+        rounding = int(saved_bytes / FP32_BYTES * weights.rounding_bytes(copy_shards, FP32_BYTES))
         return copy_bytes + rounding * copied_shards, f"the copy of checkpoints of {summary}"
     summary += f" on {format_ranks(local_ranks)}"
     weight_bytes = FP32_BYTES if is_full else element_bytes(run, is_on_gpus=False)
     least = parameters * weight_bytes * local_ranks // shards.weights + copy_bytes
     if is_full:
-        least += parameters * STATE_BYTES * local_ranks // shards.state
-        summary += " with their gradients and AdamW's moments" + (", and the copy of checkpoints" if copy_bytes else "")
+        least += int(parameters * saved_bytes) * local_ranks // shards.state
+        copy_note = ", and the copy of checkpoints" if copy_bytes else ""
+        summary += f" with their gradients and the state of {run.optim}{copy_note}"
     return least, summary
 
 

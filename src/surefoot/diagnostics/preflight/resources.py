@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.config import RolloutConfig, RunConfig, rollout_settings, vllm_settings
+from surefoot.config.optimizers import STATE_BYTES
 from surefoot.config.vllm_args import SMALLER, memory_share, pipeline_parallel, tensor_parallel, value_of
 from surefoot.data.conversation import TEXT_BESIDE_IMAGES_TOKENS
 from surefoot.diagnostics.preflight import memory
 from surefoot.diagnostics.preflight.check import CheckContext, NotApplicable, Result, fail, ok
-from surefoot.diagnostics.preflight.memory import CHECKPOINT_BYTES, GIB, HALF_BYTES, PLAN_IT, format_ranks
+from surefoot.diagnostics.preflight.memory import FP32_BYTES, GIB, HALF_BYTES, PLAN_IT, format_ranks
 from surefoot.diagnostics.preflight.system import LEAST_INODES
 from surefoot.models.resolve_model import folder_here, longest_context
 
@@ -54,7 +55,7 @@ def check_checkpoints(context: CheckContext) -> Result:
     weights = memory.require_weights(run)
     if run.tuning != "full":
         raise NotApplicable("adapters are small")
-    checkpoint_bytes = weights.parameters * CHECKPOINT_BYTES
+    checkpoint_bytes = int(weights.parameters * (FP32_BYTES + STATE_BYTES[run.optim]))
     summary = (
         f"{count_text} of {checkpoint_bytes / GIB:.1f} GiB and a model of {weights.bytes / GIB:.1f} GiB, "
         f"{disk.free_bytes / GIB:.1f} GiB free at {disk.path}"

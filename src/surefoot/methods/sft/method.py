@@ -21,9 +21,11 @@ from surefoot.methods.base import (
     PlannedObjective,
 )
 from surefoot.methods.row_method import RowMethod
+from surefoot.methods.sft.settings import SftConfig
 from surefoot.methods.token_loss import TokenLoss, dummy_inputs, eval_no_grad, has_values, vision_inputs
 from surefoot.models.build import BuiltModel, meta_model
 from surefoot.models.decoder_layers import body_of, class_name
+from surefoot.models.embedding_noise import add_embedding_noise
 from surefoot.models.routing import (
     LayerRouting,
     check_recorded,
@@ -173,6 +175,8 @@ class Sft(RowMethod):
     @staticmethod
     def build_objective(built: BuiltModel, config: RunConfig, ranks: World) -> Objective:
         """Return the likelihood of the trained tokens."""
+        if isinstance(config, SftConfig) and config.neftune_noise_alpha is not None:
+            add_embedding_noise(built.model, config.neftune_noise_alpha)
         return SftObjective(built, config.router_aux_loss_coef, ranks)
 
     @classmethod

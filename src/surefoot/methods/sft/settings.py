@@ -2,6 +2,8 @@
 
 from typing import ClassVar, Literal
 
+from pydantic import Field
+
 from surefoot.config.schema import RunConfig
 
 
@@ -12,3 +14,6 @@ class SftConfig(RunConfig):
 
     method: Literal["sft"] = "sft"
     """Supervised fine-tuning."""
+    neftune_noise_alpha: float | None = Field(default=None, gt=0)
+    """NEFTune: uniform noise of at most alpha / sqrt(tokens of the sample x width) on the input embeddings, 5 to 15 in
+    its paper. Default: none."""

@@ -8,10 +8,8 @@ factors of a row are themselves eight-bit steps between the row's smallest and l
 Source: Dettmers et al., https://arxiv.org/abs/2305.14314
 """
 
-import logging
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -20,26 +18,12 @@ from torch._subclasses import FakeTensor
 from surefoot.config.schema import BlockSize
 from surefoot.errors import ModelError
 from surefoot.models.quantization.base import Stored, WeightFormat
+from surefoot.models.quantization.bitsandbytes_ops import check_package, operators
 
-PACKAGE = "bitsandbytes"
-OLDEST = (0, 46)
-"""First version of bitsandbytes that registers its arithmetic as operators of torch."""
 KIND = "nf4"
 BLOCK_SIZES: tuple[int, ...] = get_args(BlockSize)
 STEPS = 255
 """Number of steps between the smallest and the largest factor of a row."""
-
-
-def _operators() -> Any:
-    """Return bitsandbytes' operators."""
-    log = logging.getLogger(PACKAGE)
-    level = log.level
-    log.setLevel(logging.ERROR)  # it warns of an optional kernel that is not used here
-    try:
-        import bitsandbytes  # noqa: F401 - it registers the operators
-    finally:
-        log.setLevel(level)
-    return torch.ops.bitsandbytes
 
 
 def _has_values(tensor: Tensor) -> bool:
@@ -58,18 +42,7 @@ class Nf4Format(WeightFormat):
     is_double: bool
 
     def check_package(self) -> None:
-        try:
-            installed = version(PACKAGE)
-        except PackageNotFoundError as error:
-            raise ModelError(
-                f"quantization: {KIND} needs {PACKAGE}, which is not installed. `pip install 'surefoot[quantized]'` "
-                "installs it; int8 needs no package."
-            ) from error
-        if tuple(int(part) for part in installed.split(".")[:2] if part.isdigit()) < OLDEST:
-            raise ModelError(
-                f"quantization: {KIND} needs {PACKAGE} {'.'.join(map(str, OLDEST))} or newer, and {installed} is "
-                "installed. `pip install -U 'surefoot[quantized]'` installs it; int8 needs no package."
-            )
+        check_package(f"quantization: {KIND}", "int8 needs no package")
 
     @property
     def endings(self) -> tuple[str, ...]:
@@ -90,7 +63,7 @@ class Nf4Format(WeightFormat):
             values = weight.new_empty(*rows, width // 2, dtype=torch.uint8)
             factors = weight.new_empty(*rows, width // self.block_size, dtype=torch.float32)
         else:
-            values, factors = _operators().quantize_4bit(weight.contiguous(), self.block_size, KIND, torch.uint8)
+            values, factors = operators().quantize_4bit(weight.contiguous(), self.block_size, KIND, torch.uint8)
             values, factors = values.view(*rows, width // 2), factors.view(*rows, width // self.block_size)
         if not self.is_double:
             return values, factors
@@ -110,7 +83,7 @@ class Nf4Format(WeightFormat):
             factors = torch.addcmul(low, factors, step)
         if not _has_values(values):
             return values.new_zeros(shape, dtype=dtype)  # a pass over what is read, for forecasts of its time
-        weight: Tensor = _operators().dequantize_4bit(
+        weight: Tensor = operators().dequantize_4bit(
             values.contiguous().view(-1), factors.reshape(-1), self.block_size, KIND, shape, dtype
         )
         return weight
