@@ -6,6 +6,7 @@
 import json
 import os
 from dataclasses import replace
+from math import gcd
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,11 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from surefoot.data.collate import MicroBatch
+from surefoot.errors import ModelError
 from surefoot.models.build import build_model
 from surefoot.models.lora import LoraSettings
+from surefoot.models.quantization.base import format_of, stored_weight
+from surefoot.models.quantization.formats import Int8Format, Nf4Format
 from tests.models.architectures import ARCHITECTURES, CAUSAL, Line, tiny_model
 from tests.support import model_check
 from tests.support.model_check import (
@@ -37,6 +41,7 @@ from tests.support.model_check import (
     worst_difference,
 )
 from tests.support.processes import run_program
+from tests.support.stored_weights import set_lora
 
 pytestmark = pytest.mark.slow
 
@@ -99,6 +104,49 @@ def test_states_and_weights_of_two_types_train(
     losses, _, _ = train_two_steps(built, packed_batch(sample_tokens()))
     assert losses[0] == pytest.approx(wanted, rel=0.01)
     assert losses[1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.models] * (name not in ("deepseek_v3", "gpt_oss")))
+        for name in REPRESENTATIVE
+        if name != "gpt2"
+    ],
+)
+def test_each_kind_of_layer_trains_beside_weights_in_four_bits(
+    name: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """As beside the weights that are read back of them."""
+    model = tiny_model(name)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    widths = [weight.shape[-1] for weight in model.parameters() if weight.dim() > 1 and not weight.shape[-1] % 4]
+    settings = LoraSettings(rank=2, alpha=3.0, targets=("all",))
+    stored, plain = (
+        build_model(tmp_path, lora=lora, device=CPU, dtype=torch.float32)
+        for lora in (replace(settings, weight_format=Nf4Format(gcd(*widths), is_double=True)), settings)
+    )
+    for owner, module in stored.model.named_modules():
+        for leaf in getattr(module, "stored_weights", ()):
+            back = format_of(module).read(stored_weight(module, leaf), torch.float32)
+            plain.model.get_parameter(f"{owner}.{leaf}").data.copy_(back)
+    for built in (stored, plain):
+        set_lora(built)
+    (losses, gradients, _), (wanted, wanted_gradients, _) = (
+        train_two_steps(built, packed_batch(sample_tokens())) for built in (stored, plain)
+    )
+    assert losses == pytest.approx(wanted, abs=LOSS_WITHIN)
+    difference, where = worst_difference(gradients, wanted_gradients)
+    assert difference <= GRADIENT_WITHIN, where
+
+
+def test_a_model_without_a_layer_that_can_be_stored_is_refused(tmp_path: Path) -> None:
+    """GPT-2's are of a class of their own."""
+    tiny_model("gpt2").save_pretrained(tmp_path)
+    lora = LoraSettings(rank=2, alpha=3.0, targets=("all",), weight_format=Int8Format())
+    with pytest.raises(ModelError, match="GPT2LMHeadModel has no linear layers or experts"):
+        build_model(tmp_path, lora=lora, device=CPU, dtype=torch.float32)
 
 
 @pytest.mark.long

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from surefoot.config import RunConfig
 from surefoot.config.schema import REGULAR_EXPRESSION
 from surefoot.errors import ModelError
-from surefoot.models.decoder_layers import decoder_of, indexer_names
+from surefoot.models.decoder_layers import class_name, decoder_of, indexer_names
 from surefoot.models.dtensor_blocks import block_of
 from surefoot.models.expert_layouts import WITHOUT_STACKS, Stack, expert_stacks
 from surefoot.models.lora_linear import ADAPTED_CLASSES, adopt, can_adopt, create_parameter, is_plain
@@ -323,8 +323,14 @@ def store_frozen_weights(model: PreTrainedModel, weight_format: WeightFormat) ->
 
 
 def check_frozen_weights(model: PreTrainedModel, weight_format: WeightFormat) -> None:
-    """Raise ModelError for a weight of a model that a format cannot store. No weight is read."""
-    for name, (owner, leaf) in _find_stored(model).items():
+    """Raise ModelError for a weight of a model that a format cannot store, or if there is none. No weight is read."""
+    stored = _find_stored(model)
+    if not stored and weight_format is not FLOAT:
+        raise ModelError(
+            f"quantization: {class_name(model)} has no linear layers or experts of a kind that can be quantised. "
+            "Set quantization: null."
+        )
+    for name, (owner, leaf) in stored.items():
         weight_format.check(name, getattr(owner, leaf).shape)
 
 

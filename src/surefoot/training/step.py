@@ -99,7 +99,7 @@ def train_step(
             gradients = [block.local for block in _list_gradients(parameters)]
             torch._foreach_mul_(gradients, max_grad_norm / (grad_norm + CLIP_EPSILON))
         for group in train_context.optimizer.param_groups:
-            group["lr"] = learning_rate * group["lr_ratio"]
+            group["lr"] = learning_rate * group.get("lr_ratio", 1.0)
         train_context.optimizer.step()
         train_context.optimizer.zero_grad(set_to_none=True)
     return StepResult(loss, aux_loss if aux else None, grad_norm, totals)
