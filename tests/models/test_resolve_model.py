@@ -93,7 +93,7 @@ def test_package_sources_are_pinned_and_checked(tmp_path: Path, monkeypatch: pyt
     assert not (tmp_path / "cache").exists()
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "awq", "torchao", None])
+@pytest.mark.parametrize("method", ["quark", "gptq", "awq", "torchao", None])
 def test_a_quantisation_that_cannot_be_read_back_is_refused_by_name(
     tmp_path: Path, model_folder: Callable[[str], Path], method: str | None
 ) -> None:

@@ -50,7 +50,9 @@ def describe_model(
     if config.init_adapter is not None and (other := _find_other_base(Path(config.init_adapter), config.model, base)):
         yield OTHER_BASE.format(other, config.model)
     if quantization := find_quantization(base / "config.json"):
-        yield quantization.describe_reading(config.dtype if lora is not None else "float32")
+        dtype = config.dtype if lora is not None else "float32"
+        again = f", and stored in {config.quantization} again" if config.quantization is not None else ""
+        yield quantization.describe_reading(dtype) + again
     if how := train_context.isolation.describe():
         yield how
     if slow := describe_missing_kernel(train_context.model, train_context.device, getattr(torch, config.dtype)):

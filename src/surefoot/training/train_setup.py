@@ -20,6 +20,7 @@ from surefoot.models.adapter import read_adapter
 from surefoot.models.build import build_model, compile_layers, mark_trainable, meta_model, trainable_parameters
 from surefoot.models.lora import attach, check_frozen_weights, checked_targets, lora_settings
 from surefoot.models.quantization.bitsandbytes_ops import check_package
+from surefoot.models.quantization.released import find_quantization
 from surefoot.models.router_bias import RouterBiases
 from surefoot.models.vision import check_tower
 from surefoot.models.weight_loading import keep_freed_memory
@@ -78,6 +79,7 @@ def check_targets(loaded: LoadedConfig, base: Path) -> None:
     except ModelError as error:
         raise ModelError(f"{error} ({loaded.where('target_modules')})") from error
     try:
+        _check_stored_otherwise(base, loaded.run.quantization)
         lora.weight_format.check_package()
         check_frozen_weights(model, lora.weight_format)
     except ModelError as error:
@@ -90,6 +92,19 @@ def check_targets(loaded: LoadedConfig, base: Path) -> None:
             read_adapter(Path(loaded.run.init_adapter), shapes, lora, model)
         except ModelError as error:
             raise ModelError(f"{str(error).removesuffix('.')} ({loaded.where('init_adapter')}).") from error
+
+
+def _check_stored_otherwise(base: Path, quantization: str | None) -> None:
+    """Raise ModelError for weights that are stored in four or eight bits and are to be stored in the other number."""
+    stored = find_quantization(base / "config.json")
+    if stored is None or stored.method != "bitsandbytes" or quantization is None:
+        return
+    own = "nf4" if stored.settings.get("load_in_4bit") else "int8"
+    if own != quantization:
+        raise ModelError(
+            f"quantization: {quantization}, and the weights of {base} are stored in {stored.describe()}: they would be "
+            f"rounded twice. Set quantization: {own}, or take the model's release."
+        )
 
 
 def check_images(context: TrainContext, reader: PixelReader, where: str) -> None:

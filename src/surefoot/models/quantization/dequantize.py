@@ -18,10 +18,14 @@ from torch import Tensor, nn
 from surefoot.config.documents import shorten
 from surefoot.errors import ModelError
 from surefoot.models.quantization.released import (
+    ABSMAX,
     BLOCK_SCALES,
     BLOCKS,
     GROUP_INDEX,
     INT32_BITS,
+    LEVELS,
+    NESTED_ABSMAX,
+    NESTED_LEVELS,
     PACKED,
     SCALE,
     SHAPE,
@@ -29,6 +33,7 @@ from surefoot.models.quantization.released import (
     Quantization,
     StoredPart,
     StoredWeight,
+    read_state,
 )
 
 Slices = Mapping[str, Any]
@@ -37,6 +42,8 @@ Slices = Mapping[str, Any]
 FP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The numbers of E2M1 by their four bits. Source: OCP Microscaling Formats 1.0."""
 E8M0_BIAS, E8M0_NAN = 127.0, 255
+INT8_MOST = 127.0
+"""Largest number of eight bits with a sign, which stands for a row's largest value."""
 DEFAULT_BLOCK = [128, 128]
 """Rows and columns of a block of FP8 weights whose config does not say."""
 MX_BLOCK = (1, 32)
@@ -168,6 +175,67 @@ def _to_float32(values: Tensor) -> Tensor:
         return values.to(torch.float32)
     numbers, pairs = torch.tensor(FP4_NUMBERS), values.view(torch.uint8).long()
     return torch.stack([numbers[pairs & 0xF], numbers[pairs >> 4]], dim=-1).flatten(-2)
+
+
+class BitsandbytesDequantizer(Dequantizer):
+    """Four bits: levels by their number, times the factor of a block, which may itself be a level times a factor; or
+    eight bits with a scale for each row."""
+
+    def check(self, weight: StoredWeight) -> None:
+        rows, columns = weight.shape if len(weight.shape) == 2 else (0, 0)
+        parts = weight.parts
+        wanted = {SCALE: (rows,), "": weight.shape}
+        if ABSMAX in parts:
+            state = read_state(parts)
+            count = rows * columns
+            blocks = ceil(count / state["blocksize"])
+            wanted = {"": (ceil(count / 2), 1), ABSMAX: (blocks,), LEVELS: (16,)}
+            if parts[ABSMAX].dtype == "U8":
+                nested = ceil(blocks / (state.get("nested_blocksize") or blocks))
+                wanted |= {NESTED_ABSMAX: (nested,), NESTED_LEVELS: (256,)}
+        for ending, shape in wanted.items():
+            if ending not in parts or prod(parts[ending].shape) != prod(shape):
+                found = f"has shape {list(parts[ending].shape)}" if ending in parts else "is missing"
+                raise ModelError(
+                    f"{weight.values.place}: its tensor {weight.name}{ending} {found}, and a weight of "
+                    f"{list(weight.shape)} needs {list(shape)}. Is the folder complete, its config.json its own?"
+                )
+
+    def read(self, weight: StoredWeight, slices: Slices, rows: range, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(len(rows), *weight.shape[1:], dtype=dtype)
+        if ABSMAX not in weight.parts:
+            scales = slices[SCALE][rows.start : rows.stop].float() / INT8_MOST
+            _check_are_numbers(weight.parts[SCALE], scales)
+            out.copy_(slices[""][rows.start : rows.stop].float().mul_(scales[:, None]))
+            return out
+        state, columns = read_state(weight.parts), weight.shape[1]
+        levels, block = slices[LEVELS][...], state["blocksize"]
+        step = max(1, CHUNK_ELEMENTS // columns)
+        for first in range(rows.start, rows.stop, step):
+            last = min(first + step, rows.stop)
+            begin, end = first * columns, last * columns
+            from_block, to_block = begin // block, ceil(end / block)
+            packed = slices[""][from_block * block // 2 : ceil(min(to_block * block, prod(weight.shape)) / 2)]
+            codes = torch.stack([packed >> 4, packed & 0xF], dim=-1).flatten().long()
+            factors = self._read_factors(weight, slices, state, from_block, to_block)
+            numbers = levels[codes] * factors.repeat_interleave(block)[: len(codes)]
+            out[first - rows.start : last - rows.start] = numbers[begin - from_block * block :][: end - begin].view(
+                -1, columns
+            )
+        return out
+
+    @staticmethod
+    def _read_factors(weight: StoredWeight, slices: Slices, state: Mapping[str, Any], begin: int, end: int) -> Tensor:
+        """Return the factors of some blocks in float32."""
+        stored: Tensor = slices[ABSMAX][begin:end]
+        factors = stored.float()
+        if stored.dtype == torch.uint8:
+            nested = state.get("nested_blocksize") or len(stored)
+            by_block = slices[NESTED_ABSMAX][...].float()[torch.arange(begin, end) // nested]
+            factors = slices[NESTED_LEVELS][...].float()[stored.long()] * by_block
+            factors += float(state.get("nested_offset", 0))
+        _check_are_numbers(weight.parts[ABSMAX], factors)
+        return factors
 
 
 class Mxfp4Dequantizer(Dequantizer):
@@ -354,6 +422,7 @@ DEQUANTIZERS: Mapping[str, type[Dequantizer]] = {
     "fp8": Fp8Dequantizer,
     "mxfp8": Fp8Dequantizer,
     "mxfp4": Mxfp4Dequantizer,
+    "bitsandbytes": BitsandbytesDequantizer,
     "compressed-tensors": CompressedTensorsDequantizer,
 }
 """Readers by quant_method, one for each of `released.METHODS`."""

@@ -3,6 +3,7 @@
 Reads config.json and the headers of weight files, and imports no torch. `dequantize` reads the weights.
 """
 
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -19,13 +20,17 @@ SCALE_INV, SCALE = "_scale_inv", "_scale"
 """Endings of the scales of FP8 weights; both are factors of the stored numbers."""
 BLOCKS, BLOCK_SCALES = "_blocks", "_scales"
 PACKED, SHAPE, ZERO_POINT, GROUP_INDEX = "_packed", "_shape", "_zero_point", "_g_idx"
-OTHER_SCALE_NAMES = {".scale": SCALE_INV, ".qscale_weight": SCALE_INV}
-"""Names of an FP8 scale beside `.weight` in some releases, and the ending that they have here."""
-OF_ACTIVATIONS = tuple(
+ABSMAX, LEVELS, NESTED_ABSMAX, NESTED_LEVELS = ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"
+"""Endings of the factors and levels of bitsandbytes' four bits, and of those of the factors themselves."""
+STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
+"""Endings of the settings of such a weight, as JSON."""
+OTHER_SCALE_NAMES = {".scale": SCALE_INV, ".qscale_weight": SCALE_INV, ".SCB": SCALE}
+"""Names of a scale beside `.weight` in some releases, and the ending that they have here."""
+OF_NO_WEIGHT = tuple(
     ".activation_scale .input_scale .input_zero_point .input_global_scale .output_scale .output_zero_point "
-    ".qscale_act .k_scale .v_scale".split()
+    ".qscale_act .k_scale .v_scale .weight_format".split()
 )
-"""Endings of scales of activations and of the KV cache, which belong to no weight."""
+"""Endings of scales of activations and of the KV cache, and of the name of a layout."""
 OF_NUMBERS = (".weight", BLOCKS, PACKED)
 """Endings of tensors of whole numbers that are quantised weights; others are tables."""
 INTEGERS = ("I8", "U8", "I32")
@@ -49,11 +54,15 @@ class StoredPart:
         """The file and the tensor, for messages."""
         return f"{self.file}: {self.name}"
 
-    def read_integers(self) -> list[int]:
-        """Return the numbers of a small tensor of signed integers, without torch."""
+    def read_bytes(self) -> bytes:
+        """Return the bytes of a small tensor, without torch."""
         with open(self.file, "rb") as file:
             file.seek(self.begin)
-            stored = file.read(self.end - self.begin)
+            return file.read(self.end - self.begin)
+
+    def read_integers(self) -> list[int]:
+        """Return the numbers of a small tensor of signed integers, without torch."""
+        stored = self.read_bytes()
         width = len(stored) // max(1, prod(self.shape))
         return [int.from_bytes(stored[at : at + width], "little", signed=True) for at in range(0, len(stored), width)]
 
@@ -143,11 +152,41 @@ def _read_sizes(part: StoredPart) -> tuple[int, ...]:
     return tuple(numbers)
 
 
+def read_state(parts: Parts) -> Mapping[str, Any]:
+    """Return the settings of a weight in bitsandbytes' four bits. Raises: ModelError for others than it writes."""
+    part = next(parts[ending] for ending in STATES if ending in parts)
+    try:
+        state = json.loads(part.read_bytes())
+    except ValueError as error:
+        raise ModelError(f"{part.place} is no JSON: {error}. Fetch the file again.") from error
+    sizes = [state.get(name) for name in ("blocksize", "nested_blocksize")] if isinstance(state, dict) else []
+    shape = state.get("shape") if sizes else None
+    are_sizes = bool(sizes) and all(type(size) is int and size > 0 for size in sizes if size is not None)
+    is_shape = isinstance(shape, list) and len(shape) == 2 and all(type(size) is int and size > 0 for size in shape)
+    if not are_sizes or not is_shape or sizes[0] is None:
+        raise ModelError(f"{part.place} holds {shorten(state)}; the shape and the block size of a weight are needed.")
+    return state  # type: ignore[no-any-return]
+
+
+def _get_bitsandbytes_shape(parts: Parts) -> tuple[int, ...]:
+    if not parts.keys() & set(STATES):
+        if ABSMAX in parts:
+            raise ModelError(
+                f"{parts[''].place}: its settings ({STATES[0]}) are missing. Is the folder complete, its config.json "
+                "its own?"
+            )
+        return parts[""].shape
+    return tuple(read_state(parts)["shape"])
+
+
 _FP8 = _Naming(("",), (SCALE_INV, SCALE), (), _get_fp8_shape)
 METHODS: Mapping[str, _Naming] = {
     "fp8": _FP8,
     "mxfp8": _FP8,
     "mxfp4": _Naming((BLOCKS,), (BLOCK_SCALES,), (), _get_mxfp4_shape),
+    "bitsandbytes": _Naming(
+        ("",), (ABSMAX, SCALE), (NESTED_ABSMAX, NESTED_LEVELS, LEVELS, *STATES), _get_bitsandbytes_shape
+    ),
     "compressed-tensors": _Naming(
         ("", PACKED), (SCALE,), (ZERO_POINT, "_global_scale", SHAPE, GROUP_INDEX), _get_packed_shape
     ),
@@ -185,6 +224,8 @@ class Quantization:
 
     def describe(self) -> str:
         """Return the method in words, such as `fp8`, or `compressed-tensors, pack-quantized`."""
+        if self.method == "bitsandbytes":
+            return f"{self.method}, {'four' if self.settings.get('load_in_4bit') else 'eight'} bits"
         stored = self.settings.get("format")
         return f"{self.method}, {stored}" if isinstance(stored, str) else self.method
 
@@ -246,7 +287,7 @@ def find_weights(files: Iterable[Path], quantization: Quantization | None) -> di
     naming = METHODS[quantization.method]
     weights: dict[str, dict[str, StoredPart]] = {}
     for part in stored.values():
-        if not part.name.endswith(OF_ACTIVATIONS):
+        if not part.name.endswith(OF_NO_WEIGHT):
             name, ending = _split_name(part.name, naming, stored)
             weights.setdefault(name, {})[ending] = part
     return {name: _build_weight(name, parts, naming) for name, parts in weights.items()}
