@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 from transformers import (
+    AutoModelForCausalLM,
     DbrxConfig,
     DbrxForCausalLM,
     DogeConfig,
@@ -37,14 +38,17 @@ from surefoot.models.lora import (
     LoraSettings,
     adaptable_names,
     attach,
+    checked_targets,
     find_targets,
     initial_value,
     perturbed_lora,
     store_frozen_weights,
 )
 from surefoot.models.lora_linear import adopt
+from surefoot.models.pretrained import meta_model
 from surefoot.models.quantization.base import stored_weight
 from tests.models.architectures import tiny_model
+from tests.support.adapters import save
 from tests.support.models import make_model
 from tests.support.stored_weights import FORMATS
 
@@ -367,3 +371,21 @@ def test_noise_in_an_adapter_is_gone_afterwards(model_folder: Callable[[str], Pa
         assert torch.equal(model(ids).logits, usual)
     assert changed == set(trainable_parameters(model))
     assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
+
+
+def test_only_some_layers_are_adapted(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """As PEFT does with the same setting; another layer than the model has is refused."""
+    folder = model_folder("mixtral")
+    lora = LoraSettings(4, 8.0, targets=("attention", "experts"), layers=(1,))
+    built = build_model(folder, lora=lora, device=torch.device("cpu"), dtype=torch.float32)
+    adapted = {name for name, parameter in built.model.named_parameters() if parameter.requires_grad}
+    assert adapted
+    assert all(name.startswith("model.layers.1.") for name in adapted)
+    adapter = save(built, lora, tmp_path / "adapter", folder)
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), str(adapter))
+    assert all(".layers.1." in name for name, _ in theirs.named_parameters() if "lora_" in name)
+    assert sum(p.numel() for name, p in theirs.named_parameters() if "lora_" in name) == sum(
+        p.numel() for p in built.model.parameters() if p.requires_grad
+    )
+    with pytest.raises(ModelError, match="has 2 layers, from 0 to 1, and no layer 2"):
+        checked_targets(meta_model(folder), LoraSettings(4, 8.0, layers=(0, 2)))

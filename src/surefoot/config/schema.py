@@ -237,6 +237,8 @@ class RunConfig(BaseModel):
     and mlp, `all` the experts too. `router` trains the routers in full. `vision` is the vision tower with what merges
     its patches; it is not in `all`. A regular expression matches full names as in PEFT:
     `.*layers\\.[0-3]\\.self_attn\\.[qv]_proj`."""
+    layers_to_transform: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, min_length=1)
+    """Numbers of the decoder layers that LoRA adapts, from 0. Default: all of them."""
     freeze_vision_tower: bool = True
     """Whether full fine-tuning leaves the vision tower and its patch merger unchanged."""
     quantization: Literal["nf4", "int8"] | None = None

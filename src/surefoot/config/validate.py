@@ -77,7 +77,16 @@ def _check_tuning(run: RunConfig, non_default: set[str]) -> Iterator[Contradicti
     """Check the settings of LoRA and of full fine-tuning."""
     if run.tuning == "full":
         lora = sorted(
-            non_default & {"lora_rank", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "init_adapter"}
+            non_default
+            & {
+                "lora_rank",
+                "lora_alpha",
+                "lora_dropout",
+                "use_rslora",
+                "target_modules",
+                "init_adapter",
+                "layers_to_transform",
+            }
         )
         if lora:
             yield Contradiction(

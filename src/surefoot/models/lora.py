@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from surefoot.config import RunConfig
 from surefoot.config.schema import REGULAR_EXPRESSION
 from surefoot.errors import ModelError
-from surefoot.models.decoder_layers import class_name, decoder_of, indexer_names
+from surefoot.models.decoder_layers import class_name, decoder_layers, decoder_of, indexer_names
 from surefoot.models.dtensor_blocks import block_of
 from surefoot.models.expert_layouts import WITHOUT_STACKS, Stack, expert_stacks
 from surefoot.models.lora_linear import ADAPTED_CLASSES, adopt, can_adopt, create_parameter, is_plain
@@ -63,6 +63,8 @@ class LoraSettings:
     dropout: float = 0.0
     rslora: bool = False
     targets: tuple[str, ...] = ("attention", "experts")
+    layers: tuple[int, ...] | None = None
+    """Numbers of the decoder layers whose targets are adapted; None for all targets, also outside of layers."""
     seed: int = 0
     weight_format: WeightFormat = FLOAT
     """How the frozen weights of the decoder's linear layers and experts are stored."""
@@ -83,6 +85,7 @@ def lora_settings(config: RunConfig) -> LoraSettings | None:
         dropout=config.lora_dropout,
         rslora=config.use_rslora,
         targets=tuple(targets),
+        layers=tuple(config.layers_to_transform) if config.layers_to_transform is not None else None,
         seed=config.seed,
         weight_format=format_of_frozen(config),
     )
@@ -276,7 +279,7 @@ PARTS_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 def checked_targets(model: PreTrainedModel, settings: LoraSettings) -> LoraTargets:
     """Return the targets of these settings in a model. Raises: ModelError for an invalid or unsupported target."""
-    targets = find_targets(model, settings.targets)
+    targets = _in_layers(find_targets(model, settings.targets), model, settings.layers)
     if settings.dropout and targets.experts:
         raise ModelError(
             f"lora_dropout={settings.dropout} with {len(targets.experts)} expert stacks among the targets: dropout "
@@ -284,6 +287,29 @@ def checked_targets(model: PreTrainedModel, settings: LoraSettings) -> LoraTarge
             "name targets without experts, such as [attention, mlp]."
         )
     return targets
+
+
+def _in_layers(targets: LoraTargets, model: PreTrainedModel, numbers: tuple[int, ...] | None) -> LoraTargets:
+    """Return the targets in some layers of the decoder. Raises: ModelError for a layer that it does not have."""
+    if numbers is None:
+        return targets
+    layers = list(decoder_layers(model))
+    if missing := [number for number in numbers if number >= len(layers)]:
+        raise ModelError(
+            f"layers_to_transform: {class_name(model)} has {len(layers)} layers, from 0 to {len(layers) - 1}, and no "
+            f"layer {missing[0]}."
+        )
+    chosen = {layers[number] for number in numbers}
+    prefixes = tuple(f"{name}." for name, module in model.named_modules() if module in chosen)
+    kept = LoraTargets(
+        *(
+            [name for name in names if name.startswith(prefixes)]
+            for names in (targets.linears, targets.experts, targets.routers)
+        )
+    )
+    if kept == LoraTargets():
+        raise ModelError(f"layers_to_transform: target_modules match nothing in the layers {list(numbers)}.")
+    return kept
 
 
 def attach(model: PreTrainedModel, settings: LoraSettings) -> LoraTargets:

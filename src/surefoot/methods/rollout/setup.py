@@ -41,7 +41,7 @@ from surefoot.methods.token_loss import TokenLogprobs, eval_no_grad
 from surefoot.methods.training_data import HEARTBEAT_EVERY_S
 from surefoot.models.expert_layouts import experts_of, is_fused_experts
 from surefoot.models.generate import end_tokens
-from surefoot.models.lora import find_targets, lora_settings, perturbed_lora
+from surefoot.models.lora import checked_targets, lora_settings, perturbed_lora
 from surefoot.models.pretrained import meta_model
 from surefoot.models.resolve_model import longest_context
 from surefoot.models.routing import RoutingRecorder, router_names
@@ -129,7 +129,7 @@ def open_server(loaded: LoadedConfig, base: Path, images: ImageSettings | None, 
             return config.vllm_server
         where = loaded.where("vllm_command", "rollout_engine")
         settings = lora_settings(config)
-        adapts_experts = settings is not None and bool(find_targets(meta_model(base), settings.targets).experts)
+        adapts_experts = settings is not None and bool(checked_targets(meta_model(base), settings).experts)
         options = _build_options(config, images, adapts_experts=adapts_experts)
         servers.append(start_server(config.vllm_command, base, options, _build_environment(config), log, where))
         return servers[0].address
