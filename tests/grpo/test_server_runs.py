@@ -11,7 +11,9 @@ import psutil
 import pytest
 
 from tests.support.data import write_jsonl
+from tests.support.models import make_tokenizer
 from tests.support.processes import surefoot
+from tests.support.quantised import make_wide_model
 
 SERVER = Path(__file__).with_name("model_server.py")
 
@@ -87,6 +89,21 @@ def test_a_server_whose_probabilities_drift_ends_the_run_after_three_steps(
     assert found["code"] == "SF805"
     assert [line["step"] for line in steps(tmp_path)] == [1, 2, 3]
     assert all(line["logprob_difference"] == pytest.approx(0.5, abs=0.05) for line in steps(tmp_path))
+    assert_no_server_is_left()
+
+
+@pytest.mark.long
+def test_a_trainer_beside_quantised_weights_learns_from_a_server_without_them(
+    run: Callable[..., Any], tmp_path: Path
+) -> None:
+    model = make_wide_model("llama")
+    model.get_output_embeddings().weight.data.mul_(20)  # or noise in the adapter would change too little
+    model.save_pretrained(tmp_path / "wide")
+    make_tokenizer().save_pretrained(tmp_path / "wide")
+    done = run("none", model=str(tmp_path / "wide"), quantization="nf4", quantization_block_size=32, max_steps=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert all(0 < line["logprob_difference"] < 0.5 for line in steps(tmp_path))
+    assert any(line["grad_norm"] > 0 for line in steps(tmp_path))
     assert_no_server_is_left()
 
 

@@ -170,7 +170,7 @@ def drift_check(config: GrpoConfig) -> Callable[[int, Mapping[str, float]], None
     if config.rollout_engine != "vllm":
         return lambda _step, _metrics: None
     # Twice the probe's tolerance: training makes some tokens of a step less likely than those of the probe.
-    drift = EngineDriftDetector(2 * tolerance_of(getattr(torch, config.dtype)))
+    drift = EngineDriftDetector(2 * tolerance_of(getattr(torch, config.dtype), config.quantization))
 
     def check_drift(step: int, metrics: Mapping[str, float]) -> None:
         finding = drift.add(step, metrics)

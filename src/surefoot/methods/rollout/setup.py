@@ -309,6 +309,7 @@ def _build_vllm_engine(
         ranks.run_or_raise_on_all(lambda: _build_probe_prompt(train_context.model, context.tokenizer, reader)),
         sampling if config.knows_rollout_logprobs else replace(sampling, top_p=1.0, top_k=0),
         dtype=getattr(torch, config.dtype),  # the server's type; full fine-tuning keeps its own weights in float32
+        quantization=config.quantization,
         add_noise=partial(perturbed_lora, train_context.model) if config.tuning == "lora" else None,
         ranks=ranks,
     )
