@@ -57,6 +57,12 @@ def measure(arguments: argparse.Namespace, work: Path) -> Iterator[str]:
         stored.append(ours(data, moe, "experts", arguments.steps, work / f"nf4-{number}", **NF4))
         plain.append(ours(data, moe, "experts", arguments.steps, work / f"float-{number}"))
     yield from table(f"{name}, NF4 and float32", stored, plain)
+    lean: dict[str, Any] = {"gradient_checkpointing": True}
+    sides = [
+        [ours(data, moe, "experts", arguments.steps, work / f"lean-{number}-{len(changes)}", **lean, **changes)]
+        for number, changes in enumerate((NF4, {}))
+    ]
+    yield from table(f"{name}, NF4 and float32, gradient checkpointing", *sides)
     weights, embeddings = count_weights(moe)
     held, halves = count_frozen_bytes(work / "nf4-0"), BFLOAT16_BYTES * weights
     without = (held - 4 * embeddings) / (halves - BFLOAT16_BYTES * embeddings)
@@ -64,11 +70,12 @@ def measure(arguments: argparse.Namespace, work: Path) -> Iterator[str]:
         f"| {name}: frozen weights, MiB: NF4 (embeddings in float32) and all in bfloat16 | {held / 2**20:.0f} | "
         f"{halves / 2**20:.0f} | {held / halves:.2f} x; {without:.2f} x without embeddings |"
     )
-    sides = [
-        ours(data, moe, "experts", arguments.loss_steps, work / f"loss-{number}", **changes)["loss"]
+    ends = [
+        statistics.mean(
+            ours(data, moe, "experts", arguments.loss_steps, work / f"loss-{number}", **changes)["loss"][-LAST_LOSSES:]
+        )
         for number, changes in enumerate((NF4, {}))
     ]
-    ends = [statistics.mean(losses[-LAST_LOSSES:]) for losses in sides]
     yield (
         f"| {name}: loss, mean of the last {LAST_LOSSES} of {arguments.loss_steps} steps | {ends[0]:.4f} | "
         f"{ends[1]:.4f} | {ends[0] / ends[1] - 1:+.1%} |"

@@ -13,6 +13,7 @@ RECIPES = HERE.parent / "examples" / "recipes"
 PLANS = {
     "qwen3-8b-lora-24gb": ("rtx4090", "qwen3-8b"),
     "qwen2.5-vl-7b-lora-24gb": ("rtx4090", "qwen2.5-vl-7b"),
+    "qwen3-30b-a3b-nf4-24gb": ("rtx4090", "qwen3-30b-a3b"),
     "qwen3-30b-a3b-lora-80gb": ("h100", "qwen3-30b-a3b"),
     "qwen3-8b-full-8x80gb": ("h100", "qwen3-8b"),
     "qwen3-30b-a3b-full-8x80gb": ("h100", "qwen3-30b-a3b"),
