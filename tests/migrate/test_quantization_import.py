@@ -60,7 +60,11 @@ UNSLOTH = SCRIPT.format(model='FastLanguageModel.from_pretrained(model_name="m",
         (f"{AXOLOTL}adapter: lora\nload_in_8bit: false\nload_in_4bit: false\n", WITHOUT_QUANTISATION),
         (HALF_BYTES, {"quantization": "nf4", "double_quantization": True}),
         (UNSLOTH.format(more=""), {"quantization": "nf4", "double_quantization": True}),
+        (UNSLOTH.format(more="").replace("FastLanguageModel", "FastVisionModel"), {"quantization": "nf4"}),
         (UNSLOTH.format(more=", load_in_4bit=False"), WITHOUT_QUANTISATION),
+        (UNSLOTH.format(more=", full_finetuning=True"), WITHOUT_QUANTISATION),
+        (f"{AXOLOTL}adapter: qlora\nload_in_4bit: true\nbnb_config_kwargs: {{bnb_4bit_use_double_quant: false}}\n",
+         {"quantization": "nf4", "double_quantization": False}),
     ],
 )  # fmt: skip
 def test_bits_are_carried(words: str, wanted: dict[str, Any], tmp_path: Path) -> None:
@@ -74,6 +78,8 @@ def test_bits_are_carried(words: str, wanted: dict[str, Any], tmp_path: Path) ->
     ("words", "listed"),
     [
         (f"{SWIFT} --quant_bits 4 --quant_method hqq", "quant_method = hqq"),
+        (f"{SWIFT} --quant_method fp8", "quant_method = fp8"),
+        (f"{SWIFT} --quant_method hqq --quant_bits 2", "quant_method = hqq"),
         (f"{FACTORY} --quantization_bit 4 --quantization_type fp4", "quantization_type = fp4"),
         (HALF_BYTES.replace("nf4", "fp4"), "bnb_4bit_quant_type = fp4"),
         (f"{TRL} --load_in_4bit".replace(" --use_peft", ""), "load_in_4bit = nf4"),

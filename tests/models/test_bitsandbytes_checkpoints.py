@@ -30,6 +30,7 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 KINDS: dict[str, dict[str, Any]] = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "nf4, double": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "nf4 in bfloat16": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": torch.bfloat16},
     "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
     "int8": {"load_in_8bit": True},
 }
@@ -42,6 +43,7 @@ def read_plainly(packed: Tensor, state: Any) -> Tensor:
     factors = state.absmax
     if state.nested:
         factors = bnb.dequantize_blockwise(factors, state.state2) + state.offset
+    packed = packed.view(torch.uint8)
     codes = torch.stack([packed >> 4, packed & 0xF], dim=-1).flatten().long()
     numbers: Tensor = state.code[codes] * factors.repeat_interleave(state.blocksize)[: len(codes)]
     return numbers.view(state.shape)
@@ -62,7 +64,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
                 model = AutoModelForCausalLM.from_pretrained(
                     root / "plain", quantization_config=config, dtype=torch.float32
                 )
-            folder = root / kind.replace(", ", "-")
+            folder = root / kind.replace(", ", "-").replace(" ", "-")
             wanted = {}
             for name, module in model.named_modules():
                 if isinstance(module, Linear4bit):
@@ -118,8 +120,7 @@ def test_a_run_trains_on_one_and_refuses_another_number_of_bits(
     (tmp_path / "run.yaml").write_text(json.dumps(settings))
     done = command("train", tmp_path / "run.yaml")
     assert done.returncode == 0, done.stderr
-    assert "bitsandbytes, four bits" in done.stderr
-    assert "stored in nf4 again" in done.stderr
+    assert "bitsandbytes, nf4): they are read back and stored in nf4 again" in done.stderr
     other = command(
         "train",
         tmp_path / "run.yaml",
@@ -129,6 +130,18 @@ def test_a_run_trains_on_one_and_refuses_another_number_of_bits(
     )
     assert other.returncode == 2
     assert "they would be rounded twice. Set quantization: nf4" in other.stderr
+
+
+def test_four_bits_of_another_kind_are_not_stored_again(
+    saved: Callable[[str], tuple[Path, dict[str, Tensor]]], data_file: Path, tmp_path: Path
+) -> None:
+    folder, _ = saved("fp4")
+    settings = {"model": str(folder), "dataset": str(data_file), "output_dir": str(tmp_path / "run"), "device": "cpu",
+                "quantization": "nf4", "quantization_block_size": 32}  # fmt: skip
+    (tmp_path / "run.yaml").write_text(json.dumps(settings))
+    refused = command("train", tmp_path / "run.yaml")
+    assert refused.returncode == 2
+    assert "stored as fp4" in refused.stderr
 
 
 @pytest.mark.parametrize(

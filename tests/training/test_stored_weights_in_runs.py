@@ -114,6 +114,8 @@ def test_a_run_does_not_go_on_beside_other_bytes(
         (["quantization=int8", "tuning=full"], "quantised weights cannot be trained"),
         (["quantization_block_size=32"], "quantization_block_size without quantization=nf4 has no effect"),
         (["quantization=int8", "double_quantization=false"], "double_quantization without quantization=nf4"),
+        (["tuning=full", "double_quantization=false"], "double_quantization without quantization=nf4"),
+        (["optim=adafactor", "adam_beta1=0.5"], "adam_beta1 has no effect with optim=adafactor"),
         (["quantization=nf4", "quantization_block_size=48"], "quantization_block_size=48"),
         (["quantization=fp4"], "quantization='fp4'"),
         (["quantization=int8", "target_modules=[vision]"], "'vision' is empty"),

@@ -100,7 +100,9 @@ VALUE_ALIASES: dict[str, dict[str, str]] = {
             "adamw",
         ),
         **dict.fromkeys(["adamw_bnb_8bit", "adamw_torch_8bit", "paged_adamw_8bit"], "adamw_8bit"),
-        **dict.fromkeys(["lion_32bit", "lion_8bit", "paged_lion", "paged_lion_32bit", "paged_lion_8bit"], "lion"),
+        **dict.fromkeys(
+            ["lion_pytorch", "lion_32bit", "lion_8bit", "paged_lion", "paged_lion_32bit", "paged_lion_8bit"], "lion"
+        ),
     },
     "target_modules": {"all-linear": "all"},
     "importance_correction": {"token_truncate": "truncate", "token_mask": "mask"},

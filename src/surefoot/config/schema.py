@@ -35,8 +35,9 @@ T = TypeVar("T")
 AUTO = "auto"
 """Value of a setting that is chosen when the run starts."""
 Checkpointing = bool | Literal["selective"]
-BlockSize = Literal[32, 64, 128, 256, 512]
 """How much of a layer is computed again in the backward: nothing, all but the products of experts, or all."""
+BlockSize = Literal[32, 64, 128, 256, 512]
+"""Numbers of a row that share a factor in NF4."""
 EPSILON = 1e-9
 """Tolerance of the finished share of a run: 10 x 0.1 is not exactly 1."""
 
@@ -304,9 +305,9 @@ class RunConfig(BaseModel):
     weight_decay: float = Field(default=0.0, ge=0)
     """Decay of matrices and stacks of matrices; norms and biases are never decayed."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
-    """AdamW's decay rate of the first moment."""
+    """Decay rate of the first moment of AdamW, and of what gives Lion's step its sign."""
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)
-    """AdamW's decay rate of the second moment."""
+    """Decay rate of the second moment of AdamW, and of Lion's only one."""
     adam_epsilon: float = Field(default=1e-8, gt=0)
     """AdamW's term against division by zero."""
     max_grad_norm: float = Field(default=1.0, ge=0)

@@ -75,6 +75,12 @@ def _check_ranks(run: RunConfig) -> Iterator[Contradiction]:
 
 def _check_tuning(run: RunConfig, non_default: set[str]) -> Iterator[Contradiction]:
     """Check the settings of LoRA and of full fine-tuning."""
+    of_nf4 = sorted(non_default & {"quantization_block_size", "double_quantization"})
+    if of_nf4 and run.quantization != "nf4":
+        yield Contradiction(
+            f"{', '.join(of_nf4)} without quantization=nf4 has no effect. Set quantization: nf4, or leave it out",
+            *of_nf4,
+        )
     if run.tuning == "full":
         lora = sorted(
             non_default
@@ -108,12 +114,6 @@ def _check_tuning(run: RunConfig, non_default: set[str]) -> Iterator[Contradicti
                 "tuning",
             )
         return  # the other LoRA settings have no effect then
-    of_nf4 = sorted(non_default & {"quantization_block_size", "double_quantization"})
-    if of_nf4 and run.quantization != "nf4":
-        yield Contradiction(
-            f"{', '.join(of_nf4)} without quantization=nf4 has no effect. Set quantization: nf4, or leave it out",
-            *of_nf4,
-        )
     if not run.freeze_vision_tower:
         yield Contradiction(
             "freeze_vision_tower=false is of full fine-tuning: LoRA changes no weight of the model. Name vision in "
@@ -167,8 +167,22 @@ def _check_json(run: RunConfig) -> Iterator[Contradiction]:
             )
 
 
+UNUSED_BY = {
+    **dict.fromkeys(("adafactor", "sgd"), ("adam_beta1", "adam_beta2", "adam_epsilon")),
+    "lion": ("adam_epsilon",),
+}
+"""Optimizer -> settings of others that it does not read."""
+
+
 def _check_learning_rate(run: RunConfig, non_default: set[str]) -> Iterator[Contradiction]:
     """Check the settings of the learning-rate schedule."""
+    unused = [name for name in UNUSED_BY.get(run.optim, ()) if name in non_default]
+    if unused:
+        yield Contradiction(
+            f"{', '.join(unused)} has no effect with optim={run.optim}. Leave it out, or set optim: adamw",
+            *unused,
+            "optim",
+        )
     if run.optim == "sgd" and run.learning_rate == AUTO:
         yield Contradiction(
             "optim=sgd needs a learning_rate: it depends on the size of gradients, and recipes have none. Begin with "

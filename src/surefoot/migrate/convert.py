@@ -38,6 +38,7 @@ from surefoot.migrate.peer_tables import (
 from surefoot.migrate.preferences import LIMITS, METHODS
 from surefoot.migrate.quantization import note_quantization
 from surefoot.migrate.rollout_engine import choose_rollout_engine
+from surefoot.migrate.schedules import note_schedule
 from surefoot.migrate.sharding import check_deepspeed_config, read_deepspeed_settings
 from surefoot.migrate.swift_sources import list_swift_left_out, note_hub_of_model
 from surefoot.migrate.trained_modules import choose_linear_targets, choose_trained_modules, leave_out_expert_dropout
@@ -195,7 +196,11 @@ def _carry_setting(imported: ImportedRun, name: str, value: Any) -> None:
 
 def _list_left_out_parts(run: ParsedRun, name: str, value: Any, peer_setting: str) -> dict[str, str]:
     """Return the parts of a peer setting that are lost although the rest is carried, each with its reason."""
-    why = megatron.note_left_out(run, name, value) or note_quantization(run, name, value)
+    why = (
+        megatron.note_left_out(run, name, value)
+        or note_quantization(run, name, value)
+        or note_schedule(run, name, value)
+    )
     if why is not None:
         return {peer_setting: why}
     if name == "datasets" and run.program == "axolotl":

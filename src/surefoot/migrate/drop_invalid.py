@@ -55,12 +55,14 @@ def drop_invalid_settings(imported: ImportedRun) -> None:
 
 def _add_location(error: ConfigError, imported: ImportedRun) -> ConfigError:
     """Return the error with the file and line of the peer setting that it names."""
+    text = str(error)
     for name, (_, origin) in imported.settings.items():
-        if f"{name}=" in str(error) and not origin.startswith("default of"):
+        if f"{name}=" in text and not origin.startswith("default of"):
             peer_name = origin.partition(" of ")[0]
-            where = imported.source.get_location(peer_name)
-            return ConfigError(str(error).replace("(argument)", f"({peer_name}, {where})"))
-    return error
+            place = f"({peer_name}, {imported.source.get_location(peer_name)})"
+            before, named, after = text.partition(f"{name}=")
+            text = before + named + after.replace("(argument)", place, 1)
+    return ConfigError(text) if text != str(error) else error
 
 
 def _check_settings(run: ParsedRun, values: dict[str, Any]) -> None:

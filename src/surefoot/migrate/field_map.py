@@ -1,7 +1,6 @@
 """Mapping of one peer setting to the Surefoot settings with the same meaning."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from types import EllipsisType
 from typing import Any, get_args
@@ -17,7 +16,6 @@ from surefoot.migrate.megatron import map_megatron
 from surefoot.migrate.parsed_run import ParsedRun, resolve_path
 from surefoot.migrate.peer_tables import (
     CROSS_ENTROPY,
-    DEFAULTS,
     GRPO_DEFAULTS,
     LENGTH_REWARDS,
     REWARD_MODELS,
@@ -26,17 +24,13 @@ from surefoot.migrate.peer_tables import (
 )
 from surefoot.migrate.preferences import map_preferences
 from surefoot.migrate.quantization import map_quantization
+from surefoot.migrate.schedules import find_peer_schedule, map_schedule, map_schedule_kwargs
 from surefoot.migrate.sharding import FSDP_SETTINGS, map_fsdp_settings
 from surefoot.migrate.swift_sources import parse_swift_source
 from surefoot.migrate.values import as_list, is_null, parse_number
 
 TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow", "trackio")
-PEER_SCHEDULES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd"}
-"""Schedule of transformers -> Surefoot's; those that are not here have the same name, or none."""
-KWARGS_OF_SCHEDULES = {"min_lr_rate": "min_lr_ratio", "num_cycles": "lr_cycles", "power": "lr_power"}
-"""Parameter of a schedule of transformers -> the setting of the same meaning."""
 OPTIMIZERS = get_args(known_fields()["optim"].annotation)
-SUPPORTED_SCHEDULES = get_args(known_fields()["lr_scheduler_type"].annotation)
 LOSS_SCALES: dict[str, dict[str, Any]] = {
     "default": {}, "last_round": {"train_on": "last_assistant"}, "all": {"train_on": "all"},
 }  # fmt: skip
@@ -239,47 +233,27 @@ def _map_duration(run: ParsedRun, name: str, value: Any) -> MappedSettings:
     if name == "warmup_steps" and isinstance(ratio := parse_number(value), float) and 0 < ratio < 1:
         return {"warmup_ratio": ratio}
     if name in ("optim", "optimizer"):
-        optimizer = VALUE_ALIASES["optim"].get(str(value), value)
-        return {"optim": optimizer} if optimizer in OPTIMIZERS else {} if is_null(value) else None
+        return _map_optimizer(run, name, value)
     if name == "use_muon":
         return {"optim": "muon"} if value is True else {}
     if ALIASES.get(name, name) == "lr_scheduler_type":
-        schedule = PEER_SCHEDULES.get(str(value), value)
-        return {"lr_scheduler_type": schedule} if schedule in SUPPORTED_SCHEDULES else None
+        return map_schedule(run, value)
     if name == "lr_scheduler_kwargs":
-        kwargs = _parse_mapping(run, name, value)
-        if kwargs is not None and find_peer_schedule(run) == "warmup_stable_decay":
-            return _map_stable_decay(run, kwargs)
-        if kwargs is not None and kwargs.keys() == {"min_lr"}:
-            default = DEFAULTS[run.program].get("learning_rate", known_fields()["learning_rate"].default)
-            min_lr, max_lr = parse_number(kwargs["min_lr"]), parse_number(run.settings.get("learning_rate", default))
-            is_numeric = isinstance(min_lr, int | float) and isinstance(max_lr, int | float) and max_lr > 0
-            return {"min_lr_ratio": float(f"{min_lr / max_lr:.6g}")} if is_numeric else None
-        for peer_name, own in KWARGS_OF_SCHEDULES.items():
-            if kwargs is not None and kwargs.keys() == {peer_name}:
-                return {own: parse_number(kwargs[peer_name])}
-        return {} if not kwargs and kwargs is not None else None
+        return map_schedule_kwargs(run, _parse_mapping(run, name, value))
     if name == "report_to":
         trackers = [tracker for tracker in as_list(value) if tracker in TRACKERS]
         return {"report_to": trackers} if trackers else {}
     return ...
 
 
-def find_peer_schedule(run: ParsedRun) -> str | None:
-    """Return the learning-rate schedule that a run sets, under its name in transformers."""
-    names = [name for name in run.settings if ALIASES.get(name, name) == "lr_scheduler_type"]
-    return str(run.settings[names[-1]]) if names else None
-
-
-def _map_stable_decay(run: ParsedRun, kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Map the parameters of transformers' `warmup_stable_decay`, which decays along a cosine unless they say linear."""
-    decay_steps, all_steps = parse_number(kwargs.get("num_decay_steps")), parse_number(run.settings.get("max_steps"))
-    are_known = kwargs.keys() <= {"num_decay_steps", "decay_type", "min_lr_ratio"}
-    if not (are_known and isinstance(decay_steps, int) and isinstance(all_steps, int) and 0 < decay_steps <= all_steps):
-        return None
-    if kwargs.get("decay_type") != "linear":
-        return None
-    return {"decay_ratio": float(f"{decay_steps / all_steps:.6g}"), "min_lr_ratio": kwargs.get("min_lr_ratio", 0.0)}
+def _map_optimizer(run: ParsedRun, name: str, value: Any) -> dict[str, Any] | None:
+    """Map the optimizer. In ms-swift `optimizer` names a plug-in, which replaces `optim`."""
+    if run.program == "ms-swift" and name == "optimizer" and value == "lorap":
+        return {}  # carried by its ratio
+    if run.program == "ms-swift" and name == "optim" and run.settings.get("optimizer") == "muon":
+        return {}
+    optimizer = VALUE_ALIASES["optim"].get(str(value), value)
+    return {"optim": optimizer} if optimizer in OPTIMIZERS else {} if is_null(value) else None
 
 
 OF_TRL_RLOO = ("normalize_advantages", "reward_clip_range")

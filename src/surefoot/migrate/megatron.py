@@ -7,12 +7,12 @@ from types import EllipsisType
 from typing import Any
 
 from surefoot.migrate.parsed_run import ParsedRun
+from surefoot.migrate.schedules import map_schedule
 from surefoot.migrate.values import as_list, is_null, parse_number
 
 RENAMED = {
     "micro_batch_size": "per_device_train_batch_size",
     "lr": "learning_rate",
-    "lr_decay_style": "lr_scheduler_type",
     "lr_warmup_iters": "warmup_steps",
     "lr_warmup_fraction": "warmup_ratio",
     "clip_grad": "max_grad_norm",
@@ -49,6 +49,7 @@ LEFT_OUT = {
     "fp8_format": "training in FP8 is not available",
     "fp8_recipe": "training in FP8 is not available",
     "lr_decay_iters": "the schedule ends with the run",
+    "lr_wsd_decay_iters": "set decay_ratio to the share of the run in which the learning rate falls",
 }
 """Option without a counterpart -> what to know or do."""
 NO_EFFECT = frozenset(
@@ -86,6 +87,12 @@ def map_megatron(run: ParsedRun, name: str, value: Any) -> Mapped:
     number = parse_number(value)
     if name in RENAMED:
         return {} if name in ("lr_warmup_iters", "lr_warmup_fraction") and not number else {RENAMED[name]: number}
+    if name == "lr_decay_style":
+        return map_schedule(run, value)
+    if name == "lr_wsd_decay_iters":
+        steps = parse_number(run.settings.get("train_iters"))
+        are_counts = isinstance(number, int) and isinstance(steps, int) and 0 < number <= steps
+        return {"decay_ratio": number / steps} if are_counts else None
     if name == "recompute_granularity" and (granularity := "none" if is_null(value) else value) in RECOMPUTED:
         return RECOMPUTED[granularity]
     if name == "target_modules" and any(str(target).startswith("linear_") for target in as_list(value)):
@@ -109,6 +116,8 @@ def note_left_out(run: ParsedRun, name: str, value: Any) -> str | None:
         return None
     if name in SIZES:
         return SIZES[name] if _is_split(parse_number(value)) else None
+    if name == "lr_wsd_decay_iters" and map_megatron(run, name, value) is not None:
+        return None
     return LEFT_OUT.get(name) if not is_null(value) else None
 
 

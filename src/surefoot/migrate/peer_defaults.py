@@ -5,7 +5,6 @@ from typing import Any
 
 from surefoot.migrate import megatron
 from surefoot.migrate.distillation import defaults_of, generates, needs_prompt_limit
-from surefoot.migrate.field_map import find_peer_schedule
 from surefoot.migrate.imported_run import ImportedRun
 from surefoot.migrate.parsed_run import ParsedRun
 from surefoot.migrate.peer_tables import (
@@ -28,6 +27,7 @@ from surefoot.migrate.peer_tables import (
     UNCUT_PROMPTS,
 )
 from surefoot.migrate.preferences import METHODS
+from surefoot.migrate.schedules import find_peer_schedule
 from surefoot.migrate.sharding import read_deepspeed_settings
 from surefoot.migrate.values import is_null
 
@@ -39,7 +39,7 @@ def collect_defaults(imported: ImportedRun) -> dict[str, Any]:
     defaults = dict(DEFAULTS[run.program]) if not run.uses_megatron else megatron.defaults_of(run)
     if is_trl and imported.get_value("tuning") == "lora":
         defaults |= TRL_LORA
-    if is_trl and imported.get_value("quantization") == "nf4":
+    if is_trl and imported.get_value("quantization") == "nf4" and imported.get_value("tuning") == "lora":
         defaults["double_quantization"] = False
     if is_grpo and _is_swift_3(run):
         defaults |= SWIFT_3_SAMPLING

@@ -150,7 +150,7 @@ UNSUPPORTED_VALUES = _index_by_name({
         "reward_weights",
     "this schedule is not available: the default of its program stands instead": "lr_scheduler_type lr_scheduler",
     "this optimizer is not available: AdamW stands instead": "optim optimizer",
-    "not all of these parameters have a counterpart: wsd decays linearly over the last decay_ratio of the run":
+    "not all of these parameters have a counterpart, with this schedule: docs/runs.md lists those that have one":
         "lr_scheduler_kwargs",
 })  # fmt: skip
 """Peer setting -> why a value without a counterpart is left out."""

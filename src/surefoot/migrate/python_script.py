@@ -4,6 +4,7 @@ The script is parsed and never run. Values that it computes are unknown, and lis
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ ROW_METHODS = ("map", "filter", "select", "rename_column", "rename_columns")
 MODEL_NAMES = {"torch_dtype": "dtype", "revision": "model_revision"}
 """Arguments of `from_pretrained` -> TRL's settings with another name."""
 OF_QUANTISATION = {"load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"}
+UNSLOTH_MODEL = re.compile(r"\bFast\w*Model\b")
+"""Names of Unsloth's classes of models."""
 UNSLOTH_DEFAULTS = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}
 """What Unsloth's `from_pretrained` does without these arguments."""
 COMPUTED = "the script computes it: set it yourself"
@@ -203,7 +206,7 @@ class _Script:
         source = self._variables.find_literal(call.args[0]) if call.args else arguments.get("model_name")
         if source is not None and "model_name_or_path" not in self.run.settings:
             self._set("model_name_or_path", source, call)
-        if "FastLanguageModel" in ast.unparse(call.func) or "FastModel" in ast.unparse(call.func):
+        if UNSLOTH_MODEL.search(ast.unparse(call.func)) and arguments.get("full_finetuning") is not True:
             arguments = UNSLOTH_DEFAULTS | arguments
         for key in sorted(arguments.keys() & OF_QUANTISATION):
             self._set(key, arguments[key], call)

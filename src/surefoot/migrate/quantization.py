@@ -1,5 +1,6 @@
 """Quantised base weights of a run of another program: bitsandbytes in four or eight bits."""
 
+from collections import ChainMap
 from types import EllipsisType
 from typing import Any
 
@@ -32,6 +33,11 @@ def find_bits(run: ParsedRun) -> int | None:
     return numbers[0] if numbers and isinstance(numbers[0], int) else None
 
 
+def _uses_bitsandbytes(run: ParsedRun) -> bool:
+    """Return whether a run says nothing of another library that quantises."""
+    return all(is_null(run.settings.get(name)) or run.settings[name] in OF_BITSANDBYTES for name in METHODS)
+
+
 def map_quantization(run: ParsedRun, name: str, value: Any) -> Mapped:
     """Return the settings for one option, None for one that is left out, or `...` if it is none of quantisation.
 
@@ -39,10 +45,14 @@ def map_quantization(run: ParsedRun, name: str, value: Any) -> Mapped:
     """
     if name in (*SWITCHES, *BITS):
         bits = find_bits(run)
-        if bits is not None and bits not in FORMATS:
+        if bits is not None and bits not in FORMATS and _uses_bitsandbytes(run):
             raise run.make_value_error(name, value, f"{' or '.join(map(str, FORMATS))} bits")
         is_on = value is True if name in SWITCHES else not is_null(value)
-        return {"quantization": FORMATS[bits]} if bits is not None and is_on else {}
+        return {"quantization": FORMATS[bits]} if bits in FORMATS and is_on else {}
+    if name == "bnb_config_kwargs" and isinstance(value, dict):  # axolotl's
+        mapped = [map_quantization(run, key, option) for key, option in value.items()]
+        carried = [settings for settings in mapped if isinstance(settings, dict)]
+        return dict(ChainMap(*carried)) if len(carried) == len(mapped) else None
     if name in DOUBLE:
         return {"double_quantization": value} if find_bits(run) == 4 and isinstance(value, bool) else {}
     if name in METHODS or name in KINDS:
@@ -52,8 +62,12 @@ def map_quantization(run: ParsedRun, name: str, value: Any) -> Mapped:
 
 def note_quantization(run: ParsedRun, name: str, value: Any) -> str | None:
     """Return why a part of quantisation is not carried; None if all of it is."""
-    if name in METHODS and find_bits(run) is not None and not is_null(value) and value not in OF_BITSANDBYTES:
-        return "weights are quantised as bitsandbytes does"
+    if name in METHODS and not is_null(value) and value not in OF_BITSANDBYTES:
+        bits = find_bits(run)
+        instead = (
+            f"{FORMATS[bits]}, as bitsandbytes has it, stands for it" if bits in FORMATS else "nothing is quantised"
+        )
+        return f"this kind of quantisation is not available: {instead}"
     if name in KINDS and find_bits(run) == 4 and value != "nf4":
         return "four bits are NF4, whose steps fit weights better than FP4's"
     return None

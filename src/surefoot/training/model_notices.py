@@ -51,8 +51,7 @@ def describe_model(
         yield OTHER_BASE.format(other, config.model)
     if quantization := find_quantization(base / "config.json"):
         dtype = config.dtype if lora is not None else "float32"
-        again = f", and stored in {config.quantization} again" if config.quantization is not None else ""
-        yield quantization.describe_reading(dtype) + again
+        yield quantization.describe_reading(dtype, config.quantization)
     if how := train_context.isolation.describe():
         yield how
     if slow := describe_missing_kernel(train_context.model, train_context.device, getattr(torch, config.dtype)):

@@ -99,11 +99,12 @@ def _check_stored_otherwise(base: Path, quantization: str | None) -> None:
     stored = find_quantization(base / "config.json")
     if stored is None or stored.method != "bitsandbytes" or quantization is None:
         return
-    own = "nf4" if stored.settings.get("load_in_4bit") else "int8"
+    own = stored.settings.get("bnb_4bit_quant_type", "fp4") if stored.settings.get("load_in_4bit") else "int8"
     if own != quantization:
+        remedy = f"Set quantization: {own}, or take" if own != "fp4" else "Set quantization: null, or take"
         raise ModelError(
-            f"quantization: {quantization}, and the weights of {base} are stored in {stored.describe()}: they would be "
-            f"rounded twice. Set quantization: {own}, or take the model's release."
+            f"quantization: {quantization}, and the weights of {base} are stored as {own} ({stored.method}): they "
+            f"would be rounded twice. {remedy} the model's release."
         )
 
 

@@ -177,6 +177,19 @@ def _to_float32(values: Tensor) -> Tensor:
     return torch.stack([numbers[pairs & 0xF], numbers[pairs >> 4]], dim=-1).flatten(-2)
 
 
+def _element_bytes(weight: StoredWeight) -> int:
+    part = weight.values
+    return max(1, (part.end - part.begin) // max(1, prod(part.shape)))
+
+
+def _read_packed(weight: StoredWeight, slices: Slices, begin: int, end: int) -> Tensor:
+    """Return some bytes of a packed weight, whatever the type is in which they are stored."""
+    size = _element_bytes(weight)
+    elements: Tensor = slices[""][begin // size : ceil(end / size)]
+    stored = elements.contiguous().view(torch.uint8).flatten()
+    return stored[begin % size :][: end - begin]
+
+
 class BitsandbytesDequantizer(Dequantizer):
     """Four bits: levels by their number, times the factor of a block, which may itself be a level times a factor; or
     eight bits with a scale for each row."""
@@ -189,7 +202,8 @@ class BitsandbytesDequantizer(Dequantizer):
             state = read_state(parts)
             count = rows * columns
             blocks = ceil(count / state["blocksize"])
-            wanted = {"": (ceil(count / 2), 1), ABSMAX: (blocks,), LEVELS: (16,)}
+            packed_bytes = _element_bytes(weight)  # bytes may be stored as the elements of another type
+            wanted = {"": (ceil(count / 2 / packed_bytes), 1), ABSMAX: (blocks,), LEVELS: (16,)}
             if parts[ABSMAX].dtype == "U8":
                 nested = ceil(blocks / (state.get("nested_blocksize") or blocks))
                 wanted |= {NESTED_ABSMAX: (nested,), NESTED_LEVELS: (256,)}
@@ -215,7 +229,9 @@ class BitsandbytesDequantizer(Dequantizer):
             last = min(first + step, rows.stop)
             begin, end = first * columns, last * columns
             from_block, to_block = begin // block, ceil(end / block)
-            packed = slices[""][from_block * block // 2 : ceil(min(to_block * block, prod(weight.shape)) / 2)]
+            packed = _read_packed(
+                weight, slices, from_block * block // 2, ceil(min(to_block * block, prod(weight.shape)) / 2)
+            )
             codes = torch.stack([packed >> 4, packed & 0xF], dim=-1).flatten().long()
             factors = self._read_factors(weight, slices, state, from_block, to_block)
             numbers = levels[codes] * factors.repeat_interleave(block)[: len(codes)]

@@ -208,11 +208,12 @@ class Quantization:
     place: Path
     """The config.json that describes it."""
 
-    def describe_reading(self, dtype: str) -> str:
-        """Return what is done with its weights, for the user."""
+    def describe_reading(self, dtype: str, stored_as: str | None) -> str:
+        """Return what is done with its weights, for the user. `stored_as`: the format that they are stored in again."""
+        again = f"and stored in {stored_as} again" if stored_as is not None else f"into {dtype}"
         return (
-            f"the weights of {self.place.parent} are quantised ({self.describe()}): they are read back into {dtype}, "
-            "and models are written in bfloat16"
+            f"the weights of {self.place.parent} are quantised ({self.describe()}): they are read back {again}; models "
+            "are written in bfloat16"
         )
 
     def describe_export(self) -> str:
@@ -225,7 +226,8 @@ class Quantization:
     def describe(self) -> str:
         """Return the method in words, such as `fp8`, or `compressed-tensors, pack-quantized`."""
         if self.method == "bitsandbytes":
-            return f"{self.method}, {'four' if self.settings.get('load_in_4bit') else 'eight'} bits"
+            kind = self.settings.get("bnb_4bit_quant_type", "fp4") if self.settings.get("load_in_4bit") else "int8"
+            return f"{self.method}, {kind}"
         stored = self.settings.get("format")
         return f"{self.method}, {stored}" if isinstance(stored, str) else self.method
 
