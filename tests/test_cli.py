@@ -107,7 +107,7 @@ def test_settings_are_listed() -> None:
     shown = surefoot("settings").stdout
     assert 'learning_rate: "auto"  (number from 0 | auto)\n    Peak learning rate.' in shown
     assert f"adam_epsilon: 1e-08  (number above 0)\n    {schema['adam_epsilon']['description']}" in shown
-    assert 'lr_scheduler_type: "cosine"  (linear | cosine | constant | wsd)' in shown
+    assert 'optim: "adamw"  (adamw | adamw_8bit | adafactor | muon | lion | sgd)' in shown
     assert "offload: null  (cpu | null)" in shown
     groups = [line for line in shown.splitlines() if line and line[0].isupper()]
     assert groups[:2] == ["Model and data", "What is trained"]
