@@ -111,6 +111,8 @@ def test_four_bits_stay_the_same_numbers_in_four_bits(tmp_path: Path) -> None:
         torch.testing.assert_close(factors.view(-1), weight.quant_state.absmax, atol=0, rtol=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_trains_on_one_and_refuses_another_number_of_bits(
     saved: Callable[[str], tuple[Path, dict[str, Tensor]]], data_file: Path, tmp_path: Path
 ) -> None:
@@ -132,6 +134,7 @@ def test_a_run_trains_on_one_and_refuses_another_number_of_bits(
     assert "they would be rounded twice. Set quantization: nf4" in other.stderr
 
 
+@pytest.mark.long
 def test_four_bits_of_another_kind_are_not_stored_again(
     saved: Callable[[str], tuple[Path, dict[str, Tensor]]], data_file: Path, tmp_path: Path
 ) -> None:

@@ -196,9 +196,9 @@ def test_checkpointing_uses_the_first_forwards_routing_again(
     seen: list[torch.Tensor] = []
     original = experts.Groups.of
 
-    def spy(ids: torch.Tensor, *rest: object) -> object:
+    def spy(ids: torch.Tensor, *rest: Any, **options: Any) -> object:
         seen.append(ids.clone())
-        return original(ids, *rest)  # type: ignore[arg-type]
+        return original(ids, *rest, **options)
 
     monkeypatch.setattr(experts.Groups, "of", spy)
     batch = collate(samples(2))

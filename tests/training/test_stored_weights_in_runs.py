@@ -13,7 +13,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 import surefoot
-from surefoot.errors import CheckpointError
+from surefoot.config import load_config
+from surefoot.errors import CheckpointError, ConfigError
 from surefoot.models.quantization.formats import Nf4Format
 from tests.methods.test_dpo import pair_rows
 from tests.methods.test_kto import labelled_rows
@@ -110,21 +111,31 @@ def test_a_run_does_not_go_on_beside_other_bytes(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["quantization=nf4"], r"rows of 32 numbers.*quantization_block_size: 32.*\(run.yaml:|command line"),
-        (["quantization=int8", "tuning=full"], "quantised weights cannot be trained"),
-        (["quantization_block_size=32"], "quantization_block_size without quantization=nf4 has no effect"),
-        (["quantization=int8", "double_quantization=false"], "double_quantization without quantization=nf4"),
-        (["tuning=full", "double_quantization=false"], "double_quantization without quantization=nf4"),
-        (["optim=adafactor", "adam_beta1=0.5"], "adam_beta1 has no effect with optim=adafactor"),
-        (["quantization=nf4", "quantization_block_size=48"], "quantization_block_size=48"),
-        (["quantization=fp4"], "quantization='fp4'"),
-        (["quantization=int8", "target_modules=[vision]"], "'vision' is empty"),
+        ({"quantization": "int8", "tuning": "full"}, "quantised weights cannot be trained"),
+        ({"quantization_block_size": 32}, "quantization_block_size without quantization=nf4 has no effect"),
+        ({"quantization": "int8", "double_quantization": False}, "double_quantization without quantization=nf4"),
+        ({"tuning": "full", "double_quantization": False}, "double_quantization without quantization=nf4"),
+        ({"optim": "adafactor", "adam_beta1": 0.5}, "adam_beta1 has no effect with optim=adafactor"),
+        ({"quantization": "nf4", "quantization_block_size": 48}, "quantization_block_size=48"),
+        ({"quantization": "fp4"}, "quantization='fp4'"),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], message: str, settings: dict[str, Any]) -> None:
+    del settings["lora_rank"]
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, [], {**settings, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["quantization=nf4"], r"rows of 32 numbers.*quantization_block_size: 32.*\(command line"),
+        pytest.param(["quantization=int8", "target_modules=[vision]"], "'vision' is empty", marks=pytest.mark.long),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused(
     changes: list[str], message: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    del settings["lora_rank"]
     (tmp_path / "run.yaml").write_text(json.dumps(settings))
     refused = command("train", tmp_path / "run.yaml", *changes)
     assert refused.returncode == 2

@@ -301,15 +301,15 @@ def _in_layers(targets: LoraTargets, model: PreTrainedModel, numbers: tuple[int,
         )
     chosen = {layers[number] for number in numbers}
     prefixes = tuple(f"{name}." for name, module in model.named_modules() if module in chosen)
-    kept = LoraTargets(
+    inside = LoraTargets(
         *(
             [name for name in names if name.startswith(prefixes)]
             for names in (targets.linears, targets.experts, targets.routers)
         )
     )
-    if kept == LoraTargets():
+    if inside == LoraTargets():
         raise ModelError(f"layers_to_transform: target_modules match nothing in the layers {list(numbers)}.")
-    return kept
+    return inside
 
 
 def attach(model: PreTrainedModel, settings: LoraSettings) -> LoraTargets:
