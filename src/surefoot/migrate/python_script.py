@@ -37,7 +37,7 @@ OF_QUANTISATION = {"load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_4
 UNSLOTH_MODEL = re.compile(r"\bFast\w*Model\b")
 """Names of Unsloth's classes of models."""
 UNSLOTH_DEFAULTS = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}
-"""What Unsloth's `from_pretrained` does without these arguments."""
+"""Defaults of Unsloth's `from_pretrained`."""
 COMPUTED = "the script computes it: set it yourself"
 NOT_MODELS = ("Tokenizer", "Processor", "Config", "PeftModel")
 """Parts of the names of classes whose `from_pretrained` makes no base model."""

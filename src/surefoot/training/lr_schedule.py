@@ -9,14 +9,14 @@ from surefoot.config.schema import EPSILON
 
 
 class Moment(NamedTuple):
-    """A step of a run, after its warm-up. All are fractions of the run from 0 to 1 but `progress`, of what is left."""
+    """A step of a run, after its warm-up. Its fields are fractions from 0 to 1."""
 
     progress: float
-    """Since the warm-up."""
+    """The finished share of what follows the warm-up."""
     done: float
-    """Of the whole run."""
+    """The finished share of the whole run."""
     warmup_end: float
-    """Of the whole run, when the warm-up ended."""
+    """The share of the whole run at which the warm-up ended."""
 
 
 def _restart(moment: Moment, config: RunConfig) -> float:

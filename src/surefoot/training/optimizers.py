@@ -9,6 +9,7 @@ https://kellerjordan.github.io/posts/muon/ and https://arxiv.org/abs/2502.16982;
 https://arxiv.org/abs/2110.02861.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -69,7 +70,7 @@ def _build_sgd(groups: Groups, config: RunConfig) -> Optimizer:
     return torch.optim.SGD(groups, lr=float(config.learning_rate))
 
 
-class _InTurn(Optimizer):
+class _InTurn(Optimizer, ABC):
     """An optimizer that updates one parameter after the other, from its gradient and its state."""
 
     def __init__(self, groups: Groups, config: RunConfig) -> None:
@@ -84,9 +85,9 @@ class _InTurn(Optimizer):
                 if parameter.grad is not None:
                     self.update(parameter, parameter.grad, self.state[parameter], group)
 
+    @abstractmethod
     def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
         """Update a parameter in place; its state is empty at first."""
-        raise NotImplementedError
 
 
 class Lion(_InTurn):

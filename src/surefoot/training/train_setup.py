@@ -97,10 +97,8 @@ def check_targets(loaded: LoadedConfig, base: Path) -> None:
 def _check_stored_otherwise(base: Path, quantization: str | None) -> None:
     """Raise ModelError for weights that are stored in four or eight bits and are to be stored in the other number."""
     stored = find_quantization(base / "config.json")
-    if stored is None or stored.method != "bitsandbytes" or quantization is None:
-        return
-    own = stored.settings.get("bnb_4bit_quant_type", "fp4") if stored.settings.get("load_in_4bit") else "int8"
-    if own != quantization:
+    own = stored.bitsandbytes_kind if stored is not None else None
+    if stored is not None and own is not None and quantization not in (None, own):
         remedy = f"Set quantization: {own}, or take" if own != "fp4" else "Set quantization: null, or take"
         raise ModelError(
             f"quantization: {quantization}, and the weights of {base} are stored as {own} ({stored.method}): they "

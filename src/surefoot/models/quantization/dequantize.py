@@ -209,9 +209,9 @@ class BitsandbytesDequantizer(Dequantizer):
                 wanted |= {NESTED_ABSMAX: (nested,), NESTED_LEVELS: (256,)}
         for ending, shape in wanted.items():
             if ending not in parts or prod(parts[ending].shape) != prod(shape):
-                found = f"has shape {list(parts[ending].shape)}" if ending in parts else "is missing"
+                problem = f"has shape {list(parts[ending].shape)}" if ending in parts else "is missing"
                 raise ModelError(
-                    f"{weight.values.place}: its tensor {weight.name}{ending} {found}, and a weight of "
+                    f"{weight.values.place}: its tensor {weight.name}{ending} {problem}, and a weight of "
                     f"{list(weight.shape)} needs {list(shape)}. Is the folder complete, its config.json its own?"
                 )
 

@@ -22,6 +22,7 @@ BLOCKS, BLOCK_SCALES = "_blocks", "_scales"
 PACKED, SHAPE, ZERO_POINT, GROUP_INDEX = "_packed", "_shape", "_zero_point", "_g_idx"
 ABSMAX, LEVELS, NESTED_ABSMAX, NESTED_LEVELS = ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"
 """Endings of the factors and levels of bitsandbytes' four bits, and of those of the factors themselves."""
+BITSANDBYTES = "bitsandbytes"
 STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
 """Endings of the settings of such a weight, as JSON."""
 OTHER_SCALE_NAMES = {".scale": SCALE_INV, ".qscale_weight": SCALE_INV, ".SCB": SCALE}
@@ -184,7 +185,7 @@ METHODS: Mapping[str, _Naming] = {
     "fp8": _FP8,
     "mxfp8": _FP8,
     "mxfp4": _Naming((BLOCKS,), (BLOCK_SCALES,), (), _get_mxfp4_shape),
-    "bitsandbytes": _Naming(
+    BITSANDBYTES: _Naming(
         ("",), (ABSMAX, SCALE), (NESTED_ABSMAX, NESTED_LEVELS, LEVELS, *STATES), _get_bitsandbytes_shape
     ),
     "compressed-tensors": _Naming(
@@ -223,11 +224,17 @@ class Quantization:
             f"({self.describe()})"
         )
 
+    @property
+    def bitsandbytes_kind(self) -> str | None:
+        """The kind of bitsandbytes' numbers: `nf4`, `fp4` or `int8`; None for weights of another method."""
+        if self.method != BITSANDBYTES:
+            return None
+        return self.settings.get("bnb_4bit_quant_type", "fp4") if self.settings.get("load_in_4bit") else "int8"
+
     def describe(self) -> str:
         """Return the method in words, such as `fp8`, or `compressed-tensors, pack-quantized`."""
-        if self.method == "bitsandbytes":
-            kind = self.settings.get("bnb_4bit_quant_type", "fp4") if self.settings.get("load_in_4bit") else "int8"
-            return f"{self.method}, {kind}"
+        if self.bitsandbytes_kind is not None:
+            return f"{self.method}, {self.bitsandbytes_kind}"
         stored = self.settings.get("format")
         return f"{self.method}, {stored}" if isinstance(stored, str) else self.method
 
