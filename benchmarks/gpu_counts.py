@@ -37,6 +37,7 @@ from surefoot.methods.sft.method import SftObjective
 from surefoot.models import triton_grouped_gemm as triton
 from surefoot.models import vision
 from surefoot.models.build import build_model
+from surefoot.models.fused_norms import fuse_norms
 from surefoot.models.lora import LoraSettings
 
 HERE = Path(__file__).parent
@@ -140,6 +141,7 @@ def count_kernels(
             folder, lora=LoraSettings(rank=8, alpha=8.0), device=torch.device("cpu"), dtype=torch.bfloat16,
             gradient_checkpointing=checkpointing,
         )  # fmt: skip
+        fuse_norms(built.model)
         objective, rows = SftObjective(built, 0.0), batch([60, 100])
         totals = BatchTotals(rows.num_tokens, rows.num_trained, rows.trained_weight)
         objective.loss(rows, totals).total.backward()

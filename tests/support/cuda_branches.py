@@ -1,7 +1,7 @@
 """The code that runs on a GPU, run on the CPU: stand-ins for its kernels with their checks, and counts of waits."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -19,6 +19,7 @@ from surefoot.models import (
     grouped_gemm,
     image_attention,
     image_waits,
+    lora_linear,
     triton_grouped_gemm,
     varlen_attention,
 )
@@ -43,8 +44,40 @@ def flash_attention_2(
     *, scale: float, window_size: tuple[int, int], enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     """Compute what torch's `varlen_attn` does, with the checks of its kernel. Shapes: [T, heads, D]."""
-    with not_counted():
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return _attend(query, key, value, ends, ends_k, longest, longest_k, scale, window_size, enable_gqa)
+
+    return OneKernel.apply(attend, query, key, value)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class OneKernel(torch.autograd.Function):
+    """A computation whose forward and backward are one kernel each on a GPU: a copy stands for each in counts."""
+
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        with not_counted(), torch.enable_grad():
+            ctx.leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs]
+            ctx.result = compute(*ctx.leaves)
+        return ctx.result.detach().clone()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, d_result: Tensor) -> tuple[Tensor | None, ...]:
+        with not_counted():
+            trained = [leaf for leaf in ctx.leaves if leaf.requires_grad]
+            gradients = iter(torch.autograd.grad(ctx.result, trained, d_result.detach()))
+        by_inputs = [next(gradients) if leaf.requires_grad else None for leaf in ctx.leaves]
+        d_result.clone()
+        return None, *by_inputs
+
+
+def rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """Compute what torch's `rms_norm` does."""
+    inputs = [x, weight] if weight is not None else [x]
+    return OneKernel.apply(lambda x, weight=None: _rms_norm(x, shape, weight, eps), *inputs)  # type: ignore[no-any-return,no-untyped-call]
+
+
+_rms_norm = F.rms_norm
 
 
 def _attend(
@@ -98,10 +131,19 @@ def multiply(
         return out
 
 
-def multiply_pairs(left: Tensor, right: Tensor, offsets: Tensor, scale: float = 1.0) -> Tensor:
+def multiply_pairs(
+    left: Tensor, right: Tensor, offsets: Tensor, scale: float = 1.0, dtype: torch.dtype | None = None
+) -> Tensor:
     """Compute what `triton_grouped_gemm.multiply_pairs` does."""
     with not_counted():
-        return grouped_linear_dw(left.float(), right.float(), spans_of(offsets), scale).bfloat16()
+        return grouped_linear_dw(left.float(), right.float(), spans_of(offsets), scale).to(dtype or left.dtype)
+
+
+def multiply_into(dtype: torch.dtype, x: Tensor, y: Tensor) -> Tensor:
+    """Compute what a product does that writes another type than that of its operands."""
+    with not_counted():
+        product = x.to(dtype) @ y.to(dtype)
+    return product.clone()
 
 
 def spans_of(offsets: Tensor) -> Groups:
@@ -136,6 +178,8 @@ def cuda_branches(capability: tuple[int, int] = HOPPER) -> Iterator[None]:
         )
         patch.setattr(triton_grouped_gemm, "multiply", multiply)
         patch.setattr(triton_grouped_gemm, "multiply_pairs", multiply_pairs)
+        patch.setattr(lora_linear, "multiply_into", multiply_into)
+        patch.setattr(F, "rms_norm", rms_norm)
         yield
 
 

@@ -32,6 +32,7 @@ from surefoot.models.fused_norms import fuse_norms
 from surefoot.models.isolation import Isolation, isolate_samples, isolate_without_values
 from surefoot.models.kept_experts import Contexts, KeptExperts
 from surefoot.models.lora import LoraSettings, LoraTargets, attach, initial_value, is_lora
+from surefoot.models.lora_copies import PairCopies
 from surefoot.models.pretrained import (
     check_generation_config,
     check_type,
@@ -101,6 +102,8 @@ class BuiltModel:
     autocast: bool
     """Whether float32 weights are trained with bfloat16 arithmetic, so forwards run under autocast."""
     isolation: Isolation
+    pair_copies: PairCopies | None
+    """What copies low-rank pairs in the type of the products; None where they have it."""
 
 
 def build_without_storage(
@@ -263,6 +266,8 @@ def compile_layers(built: BuiltModel) -> None:
     """Compile the decoder layers; under gradient checkpointing what is recomputed, not the checkpointing around it."""
     if built.kept_choices is not None:
         built.kept_choices.run_eagerly()
+    if built.pair_copies is not None:
+        built.pair_copies.remove()  # a compiled layer has the casts in its own kernels
     compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def run_layer(checkpoint: Callable[..., Any], forward: partial[Any], *args: Any) -> Any:
@@ -319,7 +324,15 @@ def _prepare_for_training(
         # transformers makes the outputs of input embeddings need gradients, for reentrant checkpointing. A frozen
         # vision tower would then run a backward.
         model.disable_input_require_grads()
-    return BuiltModel(model, targets, routing, kept_choices, autocast=_is_mixed(model, dtype), isolation=isolation)
+    return BuiltModel(
+        model,
+        targets,
+        routing,
+        kept_choices,
+        autocast=_is_mixed(model, dtype),
+        isolation=isolation,
+        pair_copies=PairCopies(model, dtype) if targets is not None and dtype != torch.float32 else None,
+    )
 
 
 def _is_mixed(model: PreTrainedModel, dtype: torch.dtype) -> bool:

@@ -16,7 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from surefoot.models.expert_layouts import ExpertLayout, layout_of, stack_of
 from surefoot.models.grouped_gemm import Groups
-from surefoot.models.grouped_projection import GroupedProjection, StackKind, StackTensors, computing_dtype
+from surefoot.models.grouped_projection import GroupedProjection, Pair, StackKind, StackTensors, computing_dtype
+from surefoot.models.lora_copies import copies_of_pair
 from surefoot.models.quantization.base import FLOAT, format_of, stored_weight
 
 
@@ -24,30 +25,31 @@ class _GroupedLinear(torch.autograd.Function):
     """The product of sorted rows with one stack of experts, its biases and its low-rank pair."""
 
     @staticmethod
-    def forward(ctx: Any, x_S: Tensor, kind: StackKind, groups: Groups, *tensors: Any) -> Tensor:
+    def forward(ctx: Any, x_S: Tensor, kind: StackKind, groups: Groups, pair: Pair | None, *tensors: Any) -> Tensor:
         """`tensors`: A, B and the bias, each a tensor or None; then the stored tensors."""
-        y_S, low_SR = _project(kind, groups, tensors, x_S.dtype).forward(x_S)
-        ctx.save_for_backward(x_S, low_SR, *tensors)
+        projection = _project(kind, groups, tensors, x_S.dtype, pair)
+        y_S, low_SR = projection.forward(x_S)
+        ctx.save_for_backward(x_S, low_SR, *(projection.pair or (None, None)), *tensors)
         ctx.kind, ctx.groups = kind, groups
         return y_S
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_S: Tensor) -> tuple[Tensor | None, ...]:
-        x_S, low_SR, *tensors = ctx.saved_tensors
-        projection = _project(ctx.kind, ctx.groups, tensors, x_S.dtype)
-        needs_x, _, _, needs_a, needs_b, needs_bias, needs_weight, *others = ctx.needs_input_grad
+        x_S, low_SR, a, b, *tensors = ctx.saved_tensors
+        projection = _project(ctx.kind, ctx.groups, tensors, x_S.dtype, (a, b) if a is not None else None)
+        needs_x, _, _, _, needs_a, needs_b, needs_bias, needs_weight, *others = ctx.needs_input_grad
         d_low_SR = projection.low_gradient(dy_S)
         d_weight, d_a, d_b, d_bias = projection.parameter_gradients(
             (needs_weight, needs_a, needs_b, needs_bias), dy_S, x_S, low_SR, d_low_SR
         )
         d_x_S = projection.input_gradient(dy_S, d_low_SR) if needs_x else None
-        return d_x_S, None, None, d_a, d_b, d_bias, d_weight, *(None for _ in others)
+        return d_x_S, None, None, None, d_a, d_b, d_bias, d_weight, *(None for _ in others)
 
 
-def _project(kind: StackKind, groups: Groups, tensors: Any, dtype: torch.dtype) -> GroupedProjection:
+def _project(kind: StackKind, groups: Groups, tensors: Any, dtype: torch.dtype, pair: Pair | None) -> GroupedProjection:
     a, b, bias, *stored = tensors
-    return GroupedProjection(kind, StackTensors(stored, a, b, bias), groups, dtype)
+    return GroupedProjection(kind, StackTensors(stored, a, b, bias), groups, dtype, pair)
 
 
 def forward_tokens(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -119,9 +121,11 @@ def _multiply(module: Any, name: str, x_S: Tensor, groups: Groups) -> Tensor:
     others = [getattr(owner, f"{leaf}_{part}", None) for part in ("lora_A", "lora_B", "bias")]
     stored = [tensor.view(stack.num_experts, -1, tensor.shape[-1]) for tensor in stored_weight(owner, leaf)]
     tensors = (*others, *stored)
+    pair = copies_of_pair(owner, leaf, x_S.dtype)
     if stack.num_experts > num_experts:  # a stack may have a place for experts that return their input
         tensors = tuple(tensor[:num_experts] if tensor is not None else None for tensor in tensors)
-    return _GroupedLinear.apply(x_S, kind, groups, *tensors)  # type: ignore[no-any-return,no-untyped-call]
+        pair = (pair[0][:num_experts], pair[1][:num_experts]) if pair is not None else None
+    return _GroupedLinear.apply(x_S, kind, groups, pair, *tensors)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _apply_gate(module: Any, layout: ExpertLayout, up_S: Tensor) -> Tensor:

@@ -29,8 +29,9 @@ from surefoot.models.composed_experts import forward_copies, forward_sorted, for
 from surefoot.models.expert_gates import ModuleGate, SwiGLU, select_gate
 from surefoot.models.expert_layouts import expert_stacks, layout_of
 from surefoot.models.grouped_gemm import Groups, find_triton_failure, kernel_for
-from surefoot.models.grouped_projection import GroupedProjection, StackKind, StackTensors, computing_dtype
+from surefoot.models.grouped_projection import GroupedProjection, Pair, StackKind, StackTensors, computing_dtype
 from surefoot.models.kept_experts import compute_or_take
+from surefoot.models.lora_copies import copies_of_pair
 from surefoot.models.quantization.base import FLOAT, format_of, stored_weight
 
 IMPLEMENTATION = "surefoot"
@@ -53,9 +54,12 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     up, down = (stored_weight(self, name) for name in layout.stacks)
     adapters = [getattr(self, f"{name}_lora_{part}", None) for name in layout.stacks for part in "AB"]
     biases = [getattr(self, f"{name}_bias") if layout.has_bias else None for name in layout.stacks]
+    dtype = computing_dtype(hidden_states, up[0], kind.weight_format)
+    pairs = [copies_of_pair(self, name, dtype) for name in layout.stacks]
     variant = _Variant(kind, select_gate(self))
     tensors = (up[0], down[0], *adapters, *biases, *up[1:], *down[1:])
-    return compute_or_take(lambda: _Experts.apply(hidden_states, top_k_index, top_k_weights, variant, *tensors))  # type: ignore[no-untyped-call]
+    arguments = (hidden_states, top_k_index, top_k_weights, variant, dtype, pairs, *tensors)
+    return compute_or_take(lambda: _Experts.apply(*arguments))  # type: ignore[no-untyped-call]
 
 
 def can_keep_outputs(model: PreTrainedModel) -> bool:
@@ -104,26 +108,17 @@ class _Variant:
     gate: SwiGLU | ModuleGate
 
     def projections(
-        self, tensors: Sequence[Any], groups: Groups, dtype: torch.dtype, pairs: Sequence[Tensor | None] = (None,) * 4
+        self, tensors: Sequence[Any], groups: Groups, dtype: torch.dtype, pairs: Sequence[Pair | None]
     ) -> tuple[GroupedProjection, GroupedProjection]:
-        """Return both projections; `tensors` as `_Experts.forward` takes them, `pairs` as `_pairs_of` returns them."""
+        """Return both projections, with their low-rank pairs; `tensors` as `_Experts.forward` takes them."""
         up, down, up_a, up_b, down_a, down_b, up_bias, down_bias, *companions = tensors
         half = len(companions) // 2
         first = StackTensors([up, *companions[:half]], up_a, up_b, up_bias)
         second = StackTensors([down, *companions[half:]], down_a, down_b, down_bias)
         return (
-            GroupedProjection(self.kind, first, groups, dtype, _as_pair(*pairs[:2])),
-            GroupedProjection(self.kind, second, groups, dtype, _as_pair(*pairs[2:])),
+            GroupedProjection(self.kind, first, groups, dtype, pairs[0]),
+            GroupedProjection(self.kind, second, groups, dtype, pairs[1]),
         )
-
-
-def _pairs_of(*projections: GroupedProjection) -> list[Tensor | None]:
-    """Return the low-rank pairs of both projections as they are multiplied, each tensor or None."""
-    return [tensor for projection in projections for tensor in projection.pair or (None, None)]
-
-
-def _as_pair(a: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    return (a, b) if a is not None and b is not None else None
 
 
 class _Experts(torch.autograd.Function):
@@ -136,17 +131,26 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, variant: _Variant, *tensors: Any
+        ctx: Any,
+        hidden_TH: Tensor,
+        index_TK: Tensor,
+        weights_TK: Tensor,
+        variant: _Variant,
+        dtype: torch.dtype,
+        pairs: Sequence[Pair | None],
+        *tensors: Any,
     ) -> Tensor:
-        """`tensors`: both stacks; A and B of both, and both biases, each a tensor or None; other stored tensors."""
+        """`dtype`: of the products; `pairs`: the low-rank pair of each stack in it.
+
+        `tensors`: both stacks; A and B of both, and both biases, each a tensor or None; other stored tensors.
+        """
         tokens, top_k = index_TK.shape
-        dtype = computing_dtype(hidden_TH, tensors[0], variant.kind.weight_format)
         # Sorting takes a pass for each byte of a key.
         key_dtype = torch.int16 if tensors[0].shape[0] < torch.iinfo(torch.int16).max else torch.int32
         ids, order_S = torch.sort(index_TK.reshape(-1).to(key_dtype), stable=True)
         widths, in_parts = (*tensors[0].shape[1:], *tensors[1].shape[1:]), variant.kind.weight_format is not FLOAT
         groups = Groups.of(ids, tensors[0].shape[0], dtype, widths, in_parts=in_parts)
-        up, down = variant.projections(tensors, groups, dtype)
+        up, down = variant.projections(tensors, groups, dtype, pairs)
         token_S = order_S // top_k
 
         gate_up_S, up_low_SR = up.forward(hidden_TH.to(dtype)[token_S])
@@ -157,9 +161,9 @@ class _Experts(torch.autograd.Function):
         position_S.scatter_(0, order_S, torch.arange(order_S.numel(), device=order_S.device))
         out_TH = out_SH.mul_(weight_S[:, None])[position_S].view(tokens, top_k, out_SH.shape[1]).sum(1)
 
-        pairs = _pairs_of(up, down)
+        multiplied = [tensor for projection in (up, down) for tensor in projection.pair or (None, None)]
         ctx.save_for_backward(
-            hidden_TH, token_S, position_S, weight_S, gate_up_S, up_low_SR, down_low_SR, *pairs, *tensors
+            hidden_TH, token_S, position_S, weight_S, gate_up_S, up_low_SR, down_low_SR, *multiplied, *tensors
         )
         ctx.variant, ctx.groups, ctx.top_k, ctx.weights_dtype = variant, groups, top_k, weights_TK.dtype
         return out_TH.to(hidden_TH.dtype)
@@ -168,10 +172,11 @@ class _Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out_TH: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TH, token_S, position_S, weight_S, gate_up_S, up_low_SR, down_low_SR, *others = ctx.saved_tensors
-        pairs, tensors = others[:4], others[4:]
+        up_a, up_b, down_a, down_b, *tensors = others
+        pairs = [(a, b) if a is not None else None for a, b in ((up_a, up_b), (down_a, down_b))]
         dtype, tokens = gate_up_S.dtype, hidden_TH.shape[0]
         up, down = ctx.variant.projections(tensors, ctx.groups, dtype, pairs)
-        needs_hidden, _, needs_weights, _, *needs = ctx.needs_input_grad
+        needs_hidden, _, needs_weights, _, _, _, *needs = ctx.needs_input_grad
         needs_of_up, needs_of_down = (needs[0], *needs[2:4], needs[6]), (needs[1], *needs[4:6], needs[7])
 
         g_SH = d_out_TH.to(dtype)[token_S]  # gradient by the combined rows, before the routing weight
@@ -196,7 +201,7 @@ class _Experts(torch.autograd.Function):
             d_x_SH = up.input_gradient(d_gate_up_S, d_low_SR)
             d_hidden = d_x_SH[position_S].view(tokens, ctx.top_k, d_x_SH.shape[1]).sum(1).to(hidden_TH.dtype)
         return (
-            d_hidden, None, d_weights, None, by_up[0], by_down[0],
+            d_hidden, None, d_weights, None, None, None, by_up[0], by_down[0],
             *by_up[1:3], *by_down[1:3], by_up[3], by_down[3], *(None for _ in tensors[8:]),
         )  # fmt: skip
 

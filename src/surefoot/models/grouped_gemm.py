@@ -83,7 +83,13 @@ class Groups:
     @cached_property
     def is_empty(self) -> Tensor:
         """Whether each group has no rows, bool [E, 1, 1]."""
-        return (self.sizes == 0)[:, None, None]
+        begins = torch.cat([self.offsets.new_zeros(1), self.offsets[:-1]])
+        return (self.offsets == begins)[:, None, None]
+
+    @cached_property
+    def zero(self) -> Tensor:
+        """A zero for each group, float32 [1, 1, 1]."""
+        return torch.zeros(1, 1, 1, device=self.offsets.device)
 
 
 class LowRank(NamedTuple):
@@ -238,18 +244,35 @@ def _window(x: Tensor, begin: int, end: int) -> slice:
     return slice(first, first + count)
 
 
-def grouped_linear_dw(dy: Tensor, x: Tensor, groups: Groups, scale: float = 1.0) -> Tensor:
-    """Compute the gradient of `grouped_linear` by its weights, times `scale`: [E, out, in]. Empty groups get zeros."""
+def grouped_linear_dw(
+    dy: Tensor, x: Tensor, groups: Groups, scale: float = 1.0, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Compute the gradient of `grouped_linear` by its weights, times `scale`: [E, out, in]. Empty groups get zeros.
+
+    `dtype`: of the gradient; None for that of the rows.
+    """
+    dtype = dtype or x.dtype
     if groups.kernel == "triton":
         from surefoot.models import triton_grouped_gemm
 
-        return triton_grouped_gemm.multiply_pairs(dy, x, groups.offsets, scale)
-    shape = (groups.count, dy.shape[1], x.shape[1])
+        return triton_grouped_gemm.multiply_pairs(dy, x, groups.offsets, scale, dtype)
     if groups.spans is None:
         dw = F.grouped_mm(dy.t(), x, offs=groups.offsets)
         # In place: it is as large as the weights. The kernel may leave the matrix of an empty group unwritten.
         dw = dw.mul_(scale) if scale != 1.0 else dw
-        return dw.masked_fill_(groups.is_empty, 0)
+        # Zeros of another type have the kernel write that type.
+        return (
+            dw.masked_fill_(groups.is_empty, 0)
+            if dtype == dw.dtype
+            else torch.where(groups.is_empty, groups.zero.to(dtype), dw)
+        )
+    return _multiply_pairs_in_turn(dy, x, groups, scale).to(dtype)
+
+
+def _multiply_pairs_in_turn(dy: Tensor, x: Tensor, groups: Groups, scale: float) -> Tensor:
+    """Compute the gradient by the weights, one group after the other."""
+    assert groups.spans is not None
+    shape = (groups.count, dy.shape[1], x.shape[1])
     dw = dy.new_zeros(shape) if len(groups.spans) < shape[0] else dy.new_empty(shape)
     is_thin = x.shape[1] < dy.shape[1]
     for group, begin, end in groups.spans:

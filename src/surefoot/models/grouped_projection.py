@@ -38,6 +38,10 @@ class StackKind:
     """Factor of the low-rank products."""
 
 
+Pair = tuple[Tensor, Tensor]
+"""A [E, R, in] and B [E, out, R] of a stack, in the type of the products."""
+
+
 @dataclass(frozen=True)
 class StackTensors:
     """The tensors of one stack. Shapes: a [E, R, in], b [E, out, R], bias [E, out]."""
@@ -64,11 +68,11 @@ class GroupedProjection:
         tensors: StackTensors,
         groups: Groups,
         dtype: torch.dtype,
-        pair: tuple[Tensor, Tensor] | None = None,
+        pair: Pair | None,
     ) -> None:
-        """Prepare the products in the computing type `dtype`; `pair`: what an earlier one has prepared."""
+        """Prepare the products in the computing type `dtype`; `pair`: A and B in it, or another's `pair`."""
         self._groups, self._scaling, self._tensors = groups, kind.scaling, tensors
-        self.pair = pair if pair is not None else _prepare_lora_pair(tensors.a, tensors.b, groups, dtype)
+        self.pair = _widen(pair, groups) if pair is not None else None
         self._bias = tensors.bias.to(dtype) if tensors.bias is not None else None
         self._is_transposed = kind.is_transposed
         by_weight, by_transpose = kind.weight_format.grouped_linear, kind.weight_format.grouped_linear_dx
@@ -128,20 +132,16 @@ class GroupedProjection:
             gradients[3] = grouped_sum(weighed_S, groups) if needs_bias else None
             del weighed_S
         if needs_a and a is not None and d_low_SR is not None:
-            d_a = grouped_linear_dw(weigh(d_low_SR), x_S, groups, scaling)
-            gradients[1] = d_a[:, : a.shape[1]].to(a.dtype)
+            d_a = grouped_linear_dw(weigh(d_low_SR), x_S, groups, scaling, a.dtype)
+            gradients[1] = d_a[:, : a.shape[1]]
         if needs_b and b is not None and low_SR is not None:
-            d_b = grouped_linear_dw(dy_S, weigh(low_SR), groups, scaling)
-            gradients[2] = d_b[:, :, : b.shape[2]].to(b.dtype)
+            d_b = grouped_linear_dw(dy_S, weigh(low_SR), groups, scaling, b.dtype)
+            gradients[2] = d_b[:, :, : b.shape[2]]
         return gradients
 
 
-def _prepare_lora_pair(
-    a: Tensor | None, b: Tensor | None, groups: Groups, dtype: torch.dtype
-) -> tuple[Tensor, Tensor] | None:
-    """Return the pair in the computing type, its rank padded with zeros where torch's kernel needs wider rows."""
-    if a is None or b is None:
-        return None
-    a, b = a.to(dtype), b.to(dtype)
+def _widen(pair: Pair, groups: Groups) -> Pair:
+    """Return the pair, its rank padded with zeros where torch's kernel needs wider rows."""
+    a, b = pair
     missing = -a.shape[1] % STRIDE_ELEMENTS if groups.kernel == "torch" else 0
     return (F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))) if missing else (a, b)

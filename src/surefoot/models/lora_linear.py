@@ -3,6 +3,7 @@
 Independent of which layers of a model are adapted.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+from surefoot.models.lora_copies import PARTS, copy_of
 from surefoot.models.quantization.base import (
     FrozenLinear,
     WeightFormat,
@@ -44,10 +46,12 @@ class _LowRank(nn.Module):
         if self.lora_dropout and self.training:
             low = F.linear(F.dropout(input, self.lora_dropout), a.to(input.dtype))
             return super().forward(input) + self.lora_scaling * F.linear(low, b.to(input.dtype))  # type: ignore[no-any-return]
+        copies = [copy_of(self, name, input.dtype) for name in PARTS]
         # The function's own output must not be a view: models add to it in place.
         rows = _LoraLinear.apply(  # type: ignore[no-untyped-call]
-            input.reshape(-1, input.shape[-1]), self.bias, a, b, self.lora_scaling, format_of(self), *self._stored()
-        )
+            input.reshape(-1, input.shape[-1]), self.bias, a, b, copies, self.lora_scaling,
+            format_of(self), *self._stored(),
+        )  # fmt: skip
         return rows.view(*input.shape[:-1], rows.shape[-1])  # type: ignore[no-any-return]
 
 
@@ -91,7 +95,8 @@ def adopt(layer: nn.Module, rank: int, scaling: float, dropout: float) -> None:
 class _LoraLinear(torch.autograd.Function):
     """y = x W^T + b + s (x A^T) B^T with W and b frozen: one pass over y forward, and only dx, dA, dB backward.
 
-    A and B are cast to the type of x here, and their gradients have their own type.
+    `copies`: A and B in the type of x. Their gradients have their own type. The thin products are what is scaled, by
+    the product that computes them.
     """
 
     @staticmethod
@@ -101,15 +106,16 @@ class _LoraLinear(torch.autograd.Function):
         bias: Tensor | None,
         a: Tensor,
         b: Tensor,
+        copies: Sequence[Tensor],
         scaling: float,
         weight_format: WeightFormat,
         *stored: Tensor,
     ) -> Tensor:
         ctx.trained_dtype = a.dtype
-        a, b = a.to(rows.dtype), b.to(rows.dtype)
-        low = rows @ a.t()
+        a, b = copies
+        low = _multiply_scaled(rows, a.t(), scaling)
         y = weight_format.linear(rows, stored, bias)
-        y.addmm_(low, b.t(), alpha=scaling)
+        y.addmm_(low, b.t())
         ctx.save_for_backward(rows, low, a, b, *stored)
         ctx.scaling, ctx.weight_format = scaling, weight_format
         return y
@@ -118,17 +124,23 @@ class _LoraLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor | None, ...]:
         rows, low, a, b, *stored = ctx.saved_tensors
-        d_low = d_rows @ b
+        d_low = _multiply_scaled(d_rows, b, ctx.scaling)
         d_x = None
         if ctx.needs_input_grad[0]:
-            d_x = ctx.weight_format.linear_dx(d_rows, stored).addmm_(d_low, a, alpha=ctx.scaling)
-        d_a = _multiply(d_low.t(), rows, ctx.trained_dtype).mul_(ctx.scaling)
+            d_x = ctx.weight_format.linear_dx(d_rows, stored).addmm_(d_low, a)
+        d_a = multiply_into(ctx.trained_dtype, d_low.t(), rows)
         # Thin products are faster with their short side as rows.
-        d_b = _multiply(low.t(), d_rows, ctx.trained_dtype).mul_(ctx.scaling).t()
-        return d_x, None, d_a, d_b, None, None, *(None for _ in stored)
+        d_b = multiply_into(ctx.trained_dtype, low.t(), d_rows).t()
+        return d_x, None, d_a, d_b, None, None, None, *(None for _ in stored)
 
 
-def _multiply(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+def _multiply_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
+    """Return `scale * x @ y` from one kernel."""
+    product = x.new_empty(x.shape[0], y.shape[1])
+    return torch.addmm(product, x, y, beta=0, alpha=scale, out=product)
+
+
+def multiply_into(dtype: torch.dtype, x: Tensor, y: Tensor) -> Tensor:
     """Return x @ y in `dtype`; on CUDA the product itself writes that type."""
     if x.is_cuda and x.dtype != dtype:
         return torch.mm(x, y, out_dtype=dtype)

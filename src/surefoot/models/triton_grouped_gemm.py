@@ -9,6 +9,7 @@ Imported only where it is used: importing it imports Triton.
 Shapes: S rows sorted by group, E groups; `x [S, K]`, `matrices [E, K, N]`, `offsets` int32 [E], the ends of groups.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -134,13 +135,15 @@ def multiply(
     return y
 
 
-def multiply_pairs(left: Tensor, right: Tensor, offsets: Tensor, scale: float = 1.0) -> Tensor:
+def multiply_pairs(
+    left: Tensor, right: Tensor, offsets: Tensor, scale: float = 1.0, dtype: torch.dtype | None = None
+) -> Tensor:
     """Compute `scale * sum of left[s]^T right[s]` over the rows of each group; groups without rows get zeros.
 
-    Shapes: left [S, M], right [S, N] -> [E, M, N].
+    Shapes: left [S, M], right [S, N] -> [E, M, N], in `dtype`, or in the type of the rows.
     """
     rows, columns = left.shape[1], right.shape[1]
-    product = left.new_empty(len(offsets), rows, columns)
+    product = left.new_empty(len(offsets), rows, columns, dtype=dtype)
     height, width = _fit_tile(rows, BLOCK_ROWS), _fit_tile(columns, BLOCK_COLUMNS)
     strips = triton.cdiv(columns, width)
     _multiply_pairs_kernel[(len(offsets), triton.cdiv(rows, height) * strips)](
