@@ -116,7 +116,7 @@ def test_a_row_cut_until_nothing_is_trained_is_skipped(counting: Path, tokenizer
 
 
 def test_rows_too_long_are_an_error_by_default(counting: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(DataError, match=r"\d+ of 12 .*max_length=60: .*data\.jsonl:\d"):
+    with pytest.raises(DataError, match=r"\d+ of 12 .*max_length=60: .*data\.jsonl:\d.* \(max_length\)\.$"):
         prepared(counting, tokenizer, max_length=60)
 
 

@@ -62,7 +62,12 @@ def test_the_conversation_goes_on_until_it_begins_anew(
     ],
 )  # fmt: skip
 def test_a_chat_begins_with_the_system_text_of_the_rows(
-    systems: list[str | None], setting: str | None, wanted: str | None, settings: dict[str, Any], tmp_path: Path
+    systems: list[str | None],
+    setting: str | None,
+    wanted: str | None,
+    settings: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Of the setting, or the one that all rows have; not one that the template writes by itself."""
     rows = [
@@ -73,6 +78,9 @@ def test_a_chat_begins_with_the_system_text_of_the_rows(
     run = surefoot.train(settings, dataset=data, max_steps=1, system=setting, screen=False).run_folder
     files = find_model(str(run))
     assert find_system(files, load_tokenizer(files.base, None)) == wanted
+    assert main(["export", str(run), str(tmp_path / "exported")]) == 0
+    sentence = f"It was trained with this system message, which is not part of it: {wanted}\n"
+    assert capsys.readouterr().out.endswith(sentence if wanted is not None else "needs no other\n")
 
 
 def test_an_unfinished_run_answers_from_its_newest_checkpoint(

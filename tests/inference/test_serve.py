@@ -128,7 +128,7 @@ def test_arguments_of_vllm_are_refused_by_the_other_server(finished_run: Path) -
 
 def test_the_files_of_a_run_are_found(finished_run: Path) -> None:
     files = find_model(str(finished_run))
-    assert (files.adapter, files.name, files.system) == (finished_run / "adapter", "count", "Be brief.")
+    assert (files.adapter, files.name) == (finished_run / "adapter", "count")
     assert find_model(str(files.base), finished_run).adapter == finished_run / "adapter"
 
 

@@ -47,6 +47,14 @@ def test_bytes_and_numbers_are_those_of_bitsandbytes(block_size: int, dtype: tor
     assert torch.equal(stored_as.read((values, factors), dtype), bnb.dequantize_4bit(packed, state))
 
 
+def test_threads_of_bitsandbytes_do_not_compute_beside_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU they spin: beside another process that computes, each product took 20 times as long."""
+    stored = NF4.store(random_weight(24, 128))
+    wanted = NF4.read(stored, torch.float32)
+    monkeypatch.delattr(formats, "operators")
+    assert torch.equal(NF4.read(stored, torch.float32), wanted)
+
+
 @pytest.mark.parametrize("stored_as", [NF4, DOUBLE], ids=["single", "double"])
 def test_some_rows_and_experts_are_stored_as_in_the_whole(stored_as: Nf4Format) -> None:
     weight = random_weight(5, 24, 128)

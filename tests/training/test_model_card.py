@@ -23,6 +23,7 @@ def test_a_card_is_written_and_its_code_loads_the_model(settings: dict[str, Any]
     assert header["library_name"] == ("peft" if tuning == "lora" else "transformers")
     assert f"| mean training loss | {result.train_loss:.4f} |" in card
     assert f"| eval_loss | {result.evaluation['eval_loss']:.4f} |" in card
+    assert f"| eval_trained_tokens | {result.evaluation['eval_trained_tokens']:,} |" in card
     assert str(Path(settings["model"]).parent) not in card, "folders of this machine are not told"
     code = card.split("```python\n")[1].split("```")[0]
     code = code.replace("THIS_FOLDER", str(result.artifact)).replace("FOLDER_OF_THE_BASE_MODEL", settings["model"])

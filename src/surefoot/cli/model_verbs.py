@@ -88,8 +88,22 @@ def _run_export(arguments: argparse.Namespace) -> None:
     target = surefoot.export(arguments.run, arguments.target, merge=arguments.merge, step=arguments.step)
     is_adapter = (target / "adapter_config.json").is_file()
     what = "an adapter; with --merge it would be a model that needs no other" if is_adapter else "a whole model"
-    payload = {"target": str(target), "merged": arguments.merge, "is_adapter": is_adapter}
-    show(payload, f"written: {target}, {what}", as_json=arguments.json)
+    system = _find_trained_system(Path(arguments.run), target)
+    payload = {"target": str(target), "merged": arguments.merge, "is_adapter": is_adapter, "system": system}
+    lines = [f"written: {target}, {what}"]
+    if system is not None:
+        lines.append(f"It was trained with this system message, which is not part of it: {system}")
+    show(payload, "\n".join(lines), as_json=arguments.json)
+
+
+def _find_trained_system(run: Path, target: Path) -> str | None:
+    """Return the system message with which a run trained what is in `target`; None for what is no run."""
+    if not (run / "run.yaml").is_file():
+        return None
+    from surefoot.inference.chat import find_trained_system
+    from surefoot.models.pretrained import load_tokenizer
+
+    return find_trained_system(run, load_tokenizer(target))
 
 
 def _run_push(arguments: argparse.Namespace) -> None:

@@ -106,6 +106,7 @@ def open_dataset(
         keep_columns=config.row.keeps_columns,
         shard_digests=shard_digests,
         where=loaded.where(setting),
+        limit_where=loaded.where(config.row_limit_setting),
     )
 
 

@@ -103,12 +103,16 @@ class Dataset:
         keep_columns: bool = False,
         shard_digests: Mapping[str, str] | None = None,
         where: str = "dataset",
+        limit_where: str = "max_length",
     ) -> None:
-        """Find the files and detect their formats. `shard_digests`: those of the resumed run."""
+        """Find the files and detect their formats. `shard_digests`: those of the resumed run.
+
+        `where`, `limit_where`: the places of the setting of the data and of the limit of a row, for errors.
+        """
         self.sources = sources
         self.renderer_source = source
         self.options = options
-        self._where = where
+        self._where, self._limit_where = where, limit_where
         self.shard_digests = dict(shard_digests or {})
         """Digest of each shard that was read, by name. Only for data with images, which can change beside the rows."""
         key = renderer_key(source)
@@ -232,7 +236,7 @@ class Dataset:
             f"{num_long} of {num_rows} rows are longer than {options.limit}: the first is {first}, the longest "
             f"{longest[1]} with {longest[0]} tokens. {why} "
             f"{options.advise(longest[0])} truncation: drop (leave them out)"
-            f"{cut if with_images < num_long else ''} ({self._where})."
+            f"{cut if with_images < num_long else ''} ({self._limit_where})."
         )
 
     def counts_of(self, number: int) -> Counts:
@@ -351,6 +355,6 @@ class Dataset:
                 advice = f"{options.advise(int(shard.lengths[first]))} truncation: drop{cut}{smaller}"
                 raise DataError(
                     f"{self._locate(ref, int(shard.lines[first]))}: {shard.lengths[first]} tokens{with_images}, longer "
-                    f"than {options.limit}. {advice} ({self._where})."
+                    f"than {options.limit}. {advice} ({self._limit_where})."
                 )
         return select_samples(shard, rows, options, are_prompts=self.has_prompts)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from datetime import date
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -20,12 +21,17 @@ COMMANDS = "/clear begins anew, /system TEXT sets the system text and begins ane
 
 
 def find_system(files: ModelFiles, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the system message to begin with: that of the run, or the one that all samples of samples.jsonl have."""
-    if files.system is not None or files.run is None:
-        return files.system
-    lines = [line for _, line in read_objects(files.run / SAMPLES) if line is not None and is_sample(line)]
+    """Return the system message to begin with: that of the run that trained the model."""
+    return find_trained_system(files.run, tokenizer) if files.run is not None else None
+
+
+def find_trained_system(run: Path, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the system message of a run: that of its config, or the one that all samples of samples.jsonl have."""
+    config = read_run_config(run)
+    if config.system is not None:
+        return config.system
+    lines = [line for _, line in read_objects(run / SAMPLES) if line is not None and is_sample(line)]
     texts = ["".join(text for text, _ in line["parts"]) for line in lines]
-    config = read_run_config(files.run)
     today = date.fromisoformat(config.chat_template_date)
     return find_shared_system(texts, tokenizer, config.template_variables, today)
 

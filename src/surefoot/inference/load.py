@@ -35,8 +35,6 @@ class ModelFiles:
     """Name to call the model by: that of the run, or of the folder."""
     run: Path | None = None
     """Folder of the run that trained it, if that was given."""
-    system: str | None = None
-    """System text of the run's rows without one."""
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template with which the run's rows were rendered."""
 
@@ -97,7 +95,6 @@ def _files_of_run(folder: Path, artifact: Path) -> ModelFiles:
         adapter=None if is_full else artifact,
         name=config.run_name or folder.resolve().name,
         run=folder,
-        system=config.system,
         template_variables=config.template_variables,
     )
 

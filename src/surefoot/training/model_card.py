@@ -90,7 +90,7 @@ def _facts(config: Mapping[str, Any], summary: Mapping[str, Any], *, has_adapter
         yield "mean training loss", f"{summary['train_loss']:.4f}"
     for name, value in summary["evaluation"].items():
         if name != "step":
-            yield name, f"{value:.4f}"
+            yield name, f"{value:,}" if float(value).is_integer() else f"{value:.4f}"
     for name in (*(SHOWN_WITH_LORA if has_adapter else ()), *SHOWN):
         value = config[name]
         yield name, ", ".join(value) if isinstance(value, list) else value

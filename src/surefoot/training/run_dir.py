@@ -351,8 +351,9 @@ def _refuse_other_run(loaded: LoadedConfig) -> tuple[str, ...]:
             f"{name}: {source} and another output_dir. overwrite_output_dir: true deletes it ({where})."
         )
     if changes:
+        nothing = "" if list_checkpoints(folder) else " It has no checkpoint yet: only its logs would be lost."
         raise CheckpointError(
-            f"output_dir={folder} holds another run; it differs in {'; '.join(changes)}. {ways} ({where})."
+            f"output_dir={folder} holds another run; it differs in {'; '.join(changes)}. {ways} ({where}).{nothing}"
         )
     return notes
 
