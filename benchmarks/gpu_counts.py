@@ -112,15 +112,18 @@ def compare_towers() -> list[str]:
     return rows
 
 
+WITHOUT_KERNEL = ("_unsafe_view", "empty", "empty_like", "new_empty")
+
+
 class Kernels(TorchDispatchMode):
-    """Counter of the operations that are no views, by name."""
+    """Counter of the operations that launch a kernel, by name: neither views nor allocations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_counting() and not func.is_view:
+        if is_counting() and not func.is_view and func.overloadpacket.__name__ not in WITHOUT_KERNEL:
             self.counts[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))
 

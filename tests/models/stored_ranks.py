@@ -1,4 +1,4 @@
-"""Two ranks with stored weights: `stored_ranks.py MODEL FORMAT ZERO_STAGE EXPERT_PARALLEL_SIZE OUT`.
+"""Two ranks with stored weights: `stored_ranks.py MODEL FORMAT ZERO_STAGE EXPERT_PARALLEL_SIZE OUT [DTYPE]`.
 
 Rank 0 writes the loss and the gradients, and the bytes of frozen weights that it holds.
 """
@@ -19,6 +19,7 @@ from tests.support.stored_weights import loss_and_gradients, stored_in
 
 model, name, out = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[5])
 zero_stage, expert_parallel = int(sys.argv[3]), int(sys.argv[4])
+dtype = getattr(torch, sys.argv[6]) if len(sys.argv) > 6 else torch.float32
 CPU = torch.device("cpu")
 
 
@@ -26,7 +27,7 @@ def main() -> None:
     with init_distributed("cpu") as ranks:
         replicas = 2 if zero_stage == 0 else 1
         sharding = Sharding(Layout(2, zero_stage, replicas, expert_parallel, False), CPU)
-        built = build_model(model, lora=stored_in(name), device=CPU, dtype=torch.float32, sharding=sharding)
+        built = build_model(model, lora=stored_in(name), device=CPU, dtype=dtype, sharding=sharding)
         frozen = [p for p in built.model.parameters() if not p.requires_grad]
         held = sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in frozen)
         loss, gradients = loss_and_gradients(built)

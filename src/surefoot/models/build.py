@@ -29,6 +29,7 @@ from surefoot.models.checkpoint_weights import CheckpointWeights
 from surefoot.models.decoder_layers import class_name, decoder_layers, indexer_names
 from surefoot.models.dtensor_blocks import load_full
 from surefoot.models.fused_norms import fuse_norms
+from surefoot.models.fused_rotary import fuse_rotary
 from surefoot.models.isolation import Isolation, isolate_samples, isolate_without_values
 from surefoot.models.kept_experts import Contexts, KeptExperts
 from surefoot.models.lora import LoraSettings, LoraTargets, attach, initial_value, is_lora
@@ -228,6 +229,7 @@ def build_model(
         )
     experts.plug_in(model)
     vision.plug_in(model)
+    fuse_rotary(model)
     if is_offloaded:
         _move_whole_tensors(model, device)
     targets = attached_targets[-1] if lora is not None else None

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
@@ -94,7 +95,7 @@ class _Copier:
     @torch.no_grad()
     def copy(self, *_: Any) -> None:
         """Copy them, with one kernel for all where the device has one."""
-        parameters = [getattr(owner, name) for owner, names in self._owners.items() for name in names]
+        parameters = [_on_this_rank(getattr(owner, name)) for owner, names in self._owners.items() for name in names]
         if all(parameter.dtype == self._dtype for parameter in parameters):
             return
         sizes = [-(-parameter.numel() // ALIGNMENT) * ALIGNMENT for parameter in parameters]
@@ -126,3 +127,8 @@ class _Copier:
         """Forget the copies: what the backward needs, it has."""
         for owner in self._owners:
             owner.__dict__.pop(COPIES, None)
+
+
+def _on_this_rank(parameter: Tensor) -> Tensor:
+    """Return a parameter, or with expert parallelism its experts of this rank."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -211,13 +211,13 @@ def check_recorded(layers: list[LayerRouting], names: list[str]) -> None:
 
 def expert_counts(layers: list[LayerRouting], num_experts: int, is_counted: Tensor | None = None) -> Tensor:
     """Count the rows sent to each expert: int64 [layers, E]. `is_counted`: whether each token is, bool [T]."""
-    counts = []
-    for layer in layers:
-        index = layer.index.reshape(-1)
-        rows = torch.ones_like(layer.index) if is_counted is None else is_counted[:, None].expand_as(layer.index)
+    first = layers[0].index
+    counts = first.new_zeros(len(layers), num_experts)
+    weights = (first.new_ones(1) if is_counted is None else is_counted.to(first.dtype))[:, None]
+    for layer_counts, layer in zip(counts, layers, strict=True):
         # bincount would make the host wait for the device.
-        counts.append(index.new_zeros(num_experts).scatter_add_(0, index, rows.reshape(-1).to(index.dtype)))
-    return torch.stack(counts)
+        layer_counts.scatter_add_(0, layer.index.reshape(-1), weights.expand_as(layer.index).reshape(-1))
+    return counts
 
 
 def load_balancing_loss(layers: list[LayerRouting], counts: Tensor, num_tokens: int) -> Tensor:

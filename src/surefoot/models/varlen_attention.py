@@ -82,7 +82,7 @@ def attend_in_one_kernel(
     size = max(query.shape[-1], width)
     size += -size % HEAD_MULTIPLE  # the kernel takes one head size; added zeros change neither scores nor outputs
     query, key, value = (_widen(tensor, size) for tensor in (query, key, value))
-    query_THD, key_THD, value_THD = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
+    query_THD, key_THD, value_THD = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
     out = varlen_attn(
         query_THD,
         key_THD,
