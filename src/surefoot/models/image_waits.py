@@ -28,6 +28,8 @@ READ_AS_NUMBERS = frozenset(
     {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v"}
 )
 """Types of models whose `get_image_features` hands the grid to the tower and reads its numbers, and nothing else."""
+WITH_IMAGES = ("self", "input_ids", "inputs_embeds", "image_features")
+"""Arguments of a `get_placeholder_mask` that finds the places of images alone."""
 _ON_HOST = WeakIdKeyDictionary()
 """Copy on the host of each grid, or segments made of one, that is on a device."""
 
@@ -48,9 +50,11 @@ def plug_in(model: PreTrainedModel, parts: list[nn.Module]) -> None:
             _plug_in_helpers(vars(sys.modules[type(module).__module__]))
     owner: Any = model.base_model
     find_places = getattr(type(owner), "get_placeholder_mask", None)
-    features = signature(find_places).parameters.get("image_features") if find_places is not None else None
-    if features is not None and features.default is None:
+    arguments = dict(signature(find_places).parameters) if find_places is not None else {}
+    if "image_features" in arguments and arguments["image_features"].default is None:
         owner.get_placeholder_mask = MethodType(_find_places, owner)
+    elif tuple(arguments) == WITH_IMAGES and _finds_image_tokens(owner):
+        owner.get_placeholder_mask = MethodType(_find_image_places, owner)
     decoder: Any = model.get_decoder()
     if hasattr(type(decoder), "_deepstack_process"):
         decoder._deepstack_process = _add_at_places
@@ -106,6 +110,27 @@ def _find_places(
     `check_tower` compares places and vectors once, and the data have the places that the processor wrote.
     """
     return type(owner).get_placeholder_mask(owner, input_ids, inputs_embeds, **options)
+
+
+def _finds_image_tokens(owner: Any) -> bool:
+    """Return whether a model takes the tokens of one number for the places of images."""
+    number = getattr(owner.config, "image_token_id", None)
+    if number is None:
+        return False
+    ids, embeddings, features = torch.tensor([[number, number + 1]]), torch.zeros(1, 2, 4), torch.zeros(1, 1, 4)
+    try:
+        mask = type(owner).get_placeholder_mask(owner, ids, embeddings, features)
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # it takes other vectors
+        return False
+    return torch.equal(mask, _find_image_places(owner, ids, embeddings, features))
+
+
+def _find_image_places(owner: Any, input_ids: Tensor | None, inputs_embeds: Tensor, image_features: Tensor) -> Tensor:
+    """Return the mask of the places of images in a row, [R, n, 1], where `get_placeholder_mask` cannot but check."""
+    if input_ids is None:
+        mask: Tensor = type(owner).get_placeholder_mask(owner, input_ids, inputs_embeds, image_features)
+        return mask
+    return (input_ids == owner.config.image_token_id).unsqueeze(-1).to(inputs_embeds.device)
 
 
 def _add_at_places(hidden: Tensor, places: Tensor, vectors: Tensor) -> Tensor:
