@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,12 +100,60 @@ def ours(
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     timed = lines[WARMUP_STEPS:]
     seconds = [line["step_time_s"] for line in timed]
+    tokens = timed[-1]["tokens"] - lines[WARMUP_STEPS - 1]["tokens"]
     return {
         "step_time_s": statistics.median(seconds),
-        "tokens_per_second": (timed[-1]["tokens"] - lines[WARMUP_STEPS - 1]["tokens"]) / sum(seconds),
+        "tokens_per_second": tokens / sum(seconds),
+        "trained_per_second": sum(line["trained_tokens"] for line in timed) / sum(seconds),
         "peak_memory_bytes": summary["peak_memory_bytes"],
         "loss": [line["loss"] for line in lines],
     }
+
+
+def count_operations(model: Path, tokens: float, trained: float) -> float:
+    """Count multiplications and additions of the frozen matrices, in the forward and for the gradient by their inputs.
+
+    A matrix of experts counts for the share of the tokens that an expert gets, and the output layer for the trained
+    tokens. What LoRA, attention and the rest add is not counted.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model)
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config)
+    share = getattr(config, "num_experts_per_tok", 1) / getattr(config, "num_local_experts", 1)
+    layers = sum(
+        weight.numel() * (share if weight.dim() == 3 else 1)
+        for name, weight in whole.named_parameters()
+        if weight.dim() > 1 and "embed_tokens" not in name and "lm_head" not in name
+    )
+    head = config.vocab_size * config.hidden_size
+    return 4 * float(tokens * layers + trained * head)
+
+
+def matrix_rate() -> float:
+    """Multiplications and additions a second in products of the sizes of these models, in float32."""
+    import torch
+
+    x, weight = torch.randn(1024, 576), torch.randn(576, 1536)
+    seconds = []
+    for _ in range(30):
+        began = time.perf_counter()
+        for _ in range(10):
+            x @ weight
+        seconds.append(time.perf_counter() - began)
+    return 10 * 2 * x.numel() * weight.shape[1] / statistics.median(seconds)
+
+
+def share_of_rate(name: str, model: Path, mine: list[dict[str, Any]], rates: list[float]) -> str:
+    shares = [
+        count_operations(model, one["tokens_per_second"], one["trained_per_second"]) / rate
+        for one, rate in zip(mine, rates, strict=True)
+    ]
+    shown = f"{statistics.median(shares):.0%} ({min(shares):.0%} to {max(shares):.0%})"
+    rate = f"{statistics.median(rates) / 1e9:.0f} GFLOP/s"
+    return f"| {name}: share of this machine's matrix rate, {rate} | {shown} | | |"
 
 
 def as_pairs(source: Path, target: Path, rows: int) -> Path:
@@ -160,16 +209,16 @@ def measure(arguments: argparse.Namespace, work: Path) -> Iterator[str]:
     dense = resolve_model(MODEL)
     moe = surefoot.upcycle(MODEL, work / "moe", num_experts=8, top_k=2)
 
-    def in_turns(model: Path, targets: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        rounds = [
-            (ours(data, model, targets, steps, work / f"{targets}-{n}"), trl(peer, source, model, targets, steps))
-            for n in range(arguments.rounds)
-        ]
-        return [one for one, _ in rounds], [other for _, other in rounds]
-
-    moe_ours, moe_theirs = in_turns(moe, "experts")
-    yield from table("MoE x8 top-2, LoRA attention + experts", moe_ours, moe_theirs)
-    yield from table("dense, LoRA all linear layers", *in_turns(dense, "all"))
+    for name, model, targets in (
+        ("MoE x8 top-2, LoRA attention + experts", moe, "experts"), ("dense, LoRA all linear layers", dense, "all"),
+    ):  # fmt: skip
+        mine, theirs, rates = [], [], []
+        for n in range(arguments.rounds):
+            mine.append(ours(data, model, targets, steps, work / f"{targets}-{n}"))
+            rates.append(matrix_rate())
+            theirs.append(trl(peer, source, model, targets, steps))
+        yield from table(name, mine, theirs)
+        yield share_of_rate(name, model, mine, rates)
     both = ((moe, "experts"), (dense_of_equal_active_size(dense, work / "wide"), "all"))
     pairs = [  # one right after the other
         [ours(data, model, targets, steps, work / f"pair-{n}-{targets}")["step_time_s"] for model, targets in both]
@@ -181,9 +230,9 @@ def measure(arguments: argparse.Namespace, work: Path) -> Iterator[str]:
     yield f"| {name} | {moe_s:.2f} | {wide_s:.2f} | {ratio:.2f} x |"
     for name, model, targets in (("dense", dense, "all"), ("MoE", moe, "experts")):
         adapter = work / f"adapter-{name}"
-        theirs = trl(peer, source, model, targets, arguments.parity_steps, adapter)
-        mine = ours(data, model, targets, arguments.parity_steps, work / f"parity-{name}", adapter)
-        yield losses(f"{name}, one initial adapter", mine["loss"], theirs["loss"])
+        other = trl(peer, source, model, targets, arguments.parity_steps, adapter)
+        one = ours(data, model, targets, arguments.parity_steps, work / f"parity-{name}", adapter)
+        yield losses(f"{name}, one initial adapter", one["loss"], other["loss"])
 
 
 def make_parser(description: str | None, *, steps: int) -> argparse.ArgumentParser:

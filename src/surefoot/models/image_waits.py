@@ -130,7 +130,7 @@ def _find_image_places(owner: Any, input_ids: Tensor | None, inputs_embeds: Tens
     if input_ids is None:
         mask: Tensor = type(owner).get_placeholder_mask(owner, input_ids, inputs_embeds, image_features)
         return mask
-    return (input_ids == owner.config.image_token_id).unsqueeze(-1).to(inputs_embeds.device)
+    return input_ids.eq(owner.config.image_token_id).unsqueeze(-1).to(inputs_embeds.device)
 
 
 def _add_at_places(hidden: Tensor, places: Tensor, vectors: Tensor) -> Tensor:
