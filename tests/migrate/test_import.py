@@ -259,11 +259,11 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_is_not_carried_is_told_beside_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "run.yaml"
-    words = ["--model", "m", "--dataset", "d.jsonl", "--use_dora", "true", "--modle", "x"]
+    words = ["--model", "m", "--dataset", "d.jsonl", "--lora_bias", "all", "--modle", "x"]
     assert cli.main(["import", "--to", str(target), "--", "swift", "sft", *words]) == 0
     told = capsys.readouterr().err.splitlines()
     assert told[0] == f"written: {target}"
-    assert any(line.startswith("not carried: use_dora") for line in told)
+    assert any(line.startswith("not carried: lora_bias") for line in told)
     assert "not known: modle = x" in told
     target.unlink()
     assert cli.main(["import", "--to", str(target), "--", "swift", "rlhf", "--rlhf_type", "ppo", *words[:4]]) == 2

@@ -29,6 +29,9 @@ SWIFT = "swift sft --model m --dataset d.jsonl"
          {"lr_scheduler_type": "cosine"}),
         (f"{SWIFT} --optimizer muon --optim adamw_torch", {"optim": "muon"}),
         (f"{SWIFT} --optimizer lorap --lorap_lr_ratio 16", {"loraplus_lr_ratio": 16}),
+        (f"{SWIFT} --use_dora true", {"use_dora": True}),
+        (f"{FACTORY} --use_dora true", {"use_dora": True}),
+        (f"{TRL} --use_dora", {"use_dora": True}),
         ("megatron sft --model m --dataset d.jsonl --lr_decay_style inverse-square-root --lr_warmup_iters 10",
          {"lr_scheduler_type": "inverse_sqrt", "warmup_steps": 10}),
         ("megatron sft --model m --dataset d.jsonl --lr_decay_style WSD --lr_wsd_decay_iters 10 --train_iters 100",
@@ -41,7 +44,7 @@ def test_they_are_carried(words: str, wanted: dict[str, Any]) -> None:
     run = convert(parse_run(words.split()))
     assert {name: run.settings[name][0] for name in wanted} == wanted
     assert run.unknown == []
-    assert not any(name.startswith(("optim", "lr_s", "nef", "lora")) for name in run.left_out), run.left_out
+    assert not any(name.startswith(("optim", "lr_s", "nef", "lora", "use_dora")) for name in run.left_out), run.left_out
 
 
 @pytest.mark.parametrize(

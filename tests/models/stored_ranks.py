@@ -1,9 +1,10 @@
-"""Two ranks with stored weights: `stored_ranks.py MODEL FORMAT ZERO_STAGE EXPERT_PARALLEL_SIZE OUT [DTYPE]`.
+"""Two ranks with stored weights: `stored_ranks.py MODEL FORMAT ZERO_STAGE EXPERT_PARALLEL_SIZE OUT [DTYPE [dora]]`.
 
 Rank 0 writes the loss and the gradients, and the bytes of frozen weights that it holds.
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,7 +28,10 @@ def main() -> None:
     with init_distributed("cpu") as ranks:
         replicas = 2 if zero_stage == 0 else 1
         sharding = Sharding(Layout(2, zero_stage, replicas, expert_parallel, False), CPU)
-        built = build_model(model, lora=stored_in(name), device=CPU, dtype=dtype, sharding=sharding)
+        lora = stored_in(name)
+        if sys.argv[7:] == ["dora"]:
+            lora = replace(lora, dora=True, targets=("attention",))
+        built = build_model(model, lora=lora, device=CPU, dtype=dtype, sharding=sharding)
         frozen = [p for p in built.model.parameters() if not p.requires_grad]
         held = sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in frozen)
         loss, gradients = loss_and_gradients(built)

@@ -135,7 +135,7 @@ def test_an_adapter_of_other_settings_is_refused(model_folder: Callable[[str], P
         ({"target_modules": "a{99999999999999999999}"}, "is no regular expression"),
         ({"rank_pattern": {"v_proj": 2}}, "no pair of rank 2"),
         ({"rank_pattern": {"(": 2}}, r"rank_pattern: '\(' is no regular expression"),
-        ({"use_dora": True}, "use_dora=True"),
+        ({"use_dora": True}, "with use_dora each pair has a magnitude, and .* has one without the other"),
         ({"bias": "all"}, "bias='all'"),
         ({"peft_type": "LOHA"}, "peft_type='LOHA'"),
         ({"r": "4"}, " r='4'"),
@@ -157,7 +157,7 @@ def test_adapters_that_would_be_read_wrongly_are_refused(
     with pytest.raises(ModelError, match=reason):
         merge_adapter(base, adapter, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
-    if changes.keys() & {"init_lora_weights", "use_dora", "bias", "peft_type"}:
+    if changes.keys() & {"init_lora_weights", "bias", "peft_type"}:
         shapes = {name: p.shape for name, p in trainable_parameters(built.model).items()}
         with pytest.raises(ModelError, match=reason):
             read_adapter(adapter, shapes, settings, built.model)
@@ -184,6 +184,8 @@ MADE_BY_PEFT: dict[str, tuple[str, dict[str, Any]]] = {
     "the same by rank-stabilised scaling": (
         "llama", {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"v_proj": 2}, "use_rslora": True},
     ),
+    "lengths of rows": ("llama", {"target_modules": "all-linear", "use_dora": True}),
+    "lengths of rows of transposed weights": ("gpt2", {"target_modules": ["c_attn"], "use_dora": True, "fan_in_fan_out": True}),
     "the output layer": ("qwen2", {"target_modules": ["q_proj", "lm_head"]}),
     "an output layer with a bias": ("phi", {"target_modules": ["q_proj", "lm_head"]}),
     "an output layer in full": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
@@ -211,7 +213,7 @@ def test_adapters_that_peft_makes_are_opened_and_merged(
     model_folder: Callable[[str], Path], tokenizer: Any, tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:
     base = tmp_path / "base"
-    if kind in ("phi", "afmoe", "deepseek_v32"):
+    if kind in ("phi", "afmoe", "deepseek_v32", "gpt2"):
         tiny_model(kind, vocab_size=512).save_pretrained(base)
         tokenizer.save_pretrained(base)
     else:

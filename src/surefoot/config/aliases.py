@@ -20,6 +20,7 @@ ALIASES: dict[str, str] = {
     **dict.fromkeys(["adapter_name_or_path", "lora_model_dir", "resume_from_adapter"], "init_adapter"),
     **dict.fromkeys(["peft_lora_dropout"], "lora_dropout"),
     **dict.fromkeys(["rslora", "peft_use_rslora"], "use_rslora"),
+    "peft_use_dora": "use_dora",
     **dict.fromkeys(["peft_layers_to_transform", "lora_layers_to_transform"], "layers_to_transform"),
     **dict.fromkeys(["cutoff_len", "sequence_len", "max_seq_length", "max_seq_len"], "max_length"),
     **dict.fromkeys(["sample_packing", "neat_packing"], "packing"),

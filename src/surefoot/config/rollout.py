@@ -167,6 +167,13 @@ class RolloutConfig(RunConfig):
                 "rollout_engine",
                 "target_modules",
             )
+        if self.use_dora and self.tuning == "lora":
+            yield Contradiction(
+                "rollout_engine=vllm with use_dora: vLLM has no adapters with magnitudes. Drop use_dora, or set "
+                "rollout_engine: local",
+                "rollout_engine",
+                "use_dora",
+            )
         started = non_default & {"vllm_command", "vllm_args", "vllm_devices"}
         if self.vllm_server is not None and started:
             yield Contradiction(

@@ -233,6 +233,8 @@ class RunConfig(BaseModel):
     """Dropout on the input of the adapters of linear layers; not available on experts."""
     use_rslora: bool = False
     """Rank-stabilised scaling."""
+    use_dora: bool = False
+    """Whether adapted linear layers learn the length of each row apart from its direction (DoRA); not for experts."""
     target_modules: str | list[str] = "all"
     """What LoRA adapts: groups (attention, mlp, linear, experts, router, all, vision) or names. `linear` is attention
     and mlp, `all` the experts too. `router` trains the routers in full. `vision` is the vision tower with what merges

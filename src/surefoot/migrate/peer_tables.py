@@ -160,7 +160,6 @@ UNSUPPORTED = _index_by_name({
     "write it as a split of the source: {path: ..., split: '[:1000]'}": "max_samples dataset_num_samples",
     "the best checkpoint is not selected: save_total_limit keeps the newest":
         "load_best_model_at_end metric_for_best_model",
-    "weight-decomposed LoRA is not available": "use_dora",
     "biases are not trained with LoRA": "lora_bias",
     "only LoRA and, as `router`, routers are trained": "modules_to_save additional_target lora_modules_to_save",
     "the projector between tower and decoder is part of the tower: freeze_vision_tower applies to both":

@@ -94,6 +94,7 @@ def _build_peft_config(
         "lora_alpha": settings.alpha,
         "lora_dropout": 0.0 if target_parameters else settings.dropout,  # PEFT has no dropout on parameters
         "use_rslora": settings.rslora,
+        "use_dora": settings.dora,
         "bias": "none",
         "fan_in_fan_out": any(isinstance(model.get_submodule(name), Conv1D) for name in linears),
         "target_modules": sorted(modules),
@@ -136,11 +137,17 @@ def read_adapter(
     layout = PeftLayout(model)
     config, stored = load_for_model(folder, layout)
     _check_can_be_continued(folder, config, stored)
-    run_values = {"lora_rank": settings.rank, "lora_alpha": settings.alpha, "use_rslora": settings.rslora}
+    run_values = {
+        "lora_rank": settings.rank,
+        "lora_alpha": settings.alpha,
+        "use_rslora": settings.rslora,
+        "use_dora": settings.dora,
+    }
     adapter_values = {
         "lora_rank": config["r"],
         "lora_alpha": config["lora_alpha"],
         "use_rslora": config.get("use_rslora", False),
+        "use_dora": bool(config.get("use_dora")),
     }
     different = [
         f"{name}={run_values[name]} but the adapter has {adapter_values[name]}"

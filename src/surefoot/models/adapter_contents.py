@@ -29,7 +29,7 @@ from surefoot.models.adapter_files import (
 )
 from surefoot.models.expert_layouts import GATED, Stack, expert_stacks
 from surefoot.models.lora import LoraSettings, attachable_names
-from surefoot.models.peft_layout import PeftLayout, join_pair, order_stacks, split_targets
+from surefoot.models.peft_layout import LENGTHS, PeftLayout, join_pair, order_stacks, split_targets
 from surefoot.models.routing import router_weight_owners
 
 STACKS = (*GATED, "down_proj")
@@ -47,6 +47,8 @@ class Pair:
     is_flat: bool = False
     """Whether a stack is stored as a matrix, one expert below the other."""
     scaling: float = 1.0
+    magnitude: Tensor | None = None
+    """Lengths of the rows of weight and product together [out] (DoRA); None for those that they have."""
 
     @property
     def rank(self) -> int:
@@ -65,6 +67,14 @@ class Pair:
         product = self.scaling * (b.float() @ a.float())
         product = product.mT if self.is_transposed else product
         return product.flatten(0, 1) if self.is_flat and expert is None else product
+
+    def scale_rows(self, total: Tensor) -> Tensor:
+        """Return weight and product together with the lengths that the rows were trained to have, in float32."""
+        if self.magnitude is None:
+            return total
+        lengths: Tensor = total.norm(dim=0 if self.is_transposed else 1)
+        scale = self.magnitude.float() / lengths.clamp_min(torch.finfo(torch.float32).tiny)
+        return total * (scale if self.is_transposed else scale[:, None])
 
 
 @dataclass(frozen=True)
@@ -85,6 +95,11 @@ class AdapterContents:
             module = name if name in stacks else name.removesuffix(".weight")
             if module in adaptable:
                 pairs[module] = pair
+            elif pair.magnitude is not None:
+                raise ModelError(
+                    f"{self.folder}: {module} has a magnitude (use_dora), which is read for layers that LoRA adapts "
+                    "here alone. PEFT's merge_and_unload writes the adapter as a model."
+                )
             else:
                 updates[name] = pair.multiply(None)
         rank = max((pair.rank for pair in pairs.values()), default=1)
@@ -96,9 +111,13 @@ class AdapterContents:
             b = pair.b if pair.scaling == scaling else pair.b.float() * (pair.scaling / scaling)
             values[f"{start}_A"] = F.pad(pair.a, (0, 0, 0, missing))
             values[f"{start}_B"] = F.pad(b, (0, missing))
+            if pair.magnitude is not None:
+                values[f"{start}_magnitude"] = pair.magnitude
         modules, parameters = split_targets(model, pairs.keys() - stacks.keys(), pairs.keys() & stacks.keys())
         in_full = ["router"] if any(name.rpartition(".")[0] in routers for name in self.whole) else []
-        settings = LoraSettings(rank, scaling * rank, targets=(*sorted(modules), *sorted(parameters), *in_full))
+        targets = (*sorted(modules), *sorted(parameters), *in_full)
+        has_magnitudes = any(pair.magnitude is not None for pair in pairs.values())
+        settings = LoraSettings(rank, scaling * rank, dora=has_magnitudes, targets=targets)
         return AdapterParameters(self.folder, settings, values, updates)
 
     def _check_fits(self, model: PreTrainedModel) -> None:
@@ -172,6 +191,7 @@ def read_contents(folder: Path, model: PreTrainedModel) -> AdapterContents:
 
     _check_modules_named(folder, config, stored, find_leaves)
     low_rank, full_weights = {}, {}
+    magnitudes = {key.partition(LENGTHS)[0]: stored.pop(key) for key in list(stored) if LENGTHS in key}
     for key in stored:
         other = key.replace(".lora_A.", ".lora_B.") if ".lora_A." in key else key.replace(".lora_B.", ".lora_A.")
         if other not in stored:
@@ -194,7 +214,8 @@ def read_contents(folder: Path, model: PreTrainedModel) -> AdapterContents:
                 )
             if leaf is None:
                 is_transposed = isinstance(modules.get(module), Conv1D)
-                low_rank[f"{owner}.weight"] = Pair(a, b, is_transposed, scaling=scaling)
+                magnitude = magnitudes.pop(owner, None)
+                low_rank[f"{owner}.weight"] = Pair(a, b, is_transposed, scaling=scaling, magnitude=magnitude)
             elif module not in stacks:  # of another model: the pair finds no weight
                 low_rank[f"{module}.{leaf}"] = Pair(a, b, scaling=scaling)
             else:
@@ -205,6 +226,13 @@ def read_contents(folder: Path, model: PreTrainedModel) -> AdapterContents:
                 )
         elif not name.endswith(".lora_B.weight"):
             full_weights[name.replace(WRAPPED, ".")] = a
+    pairs_without = [name for name, pair in low_rank.items() if pair.magnitude is None]
+    if magnitudes or (config.get("use_dora") and pairs_without):
+        name = next(iter(magnitudes), None) or pairs_without[0]
+        raise ModelError(
+            f"{folder}: with use_dora each pair has a magnitude, and {name} has one without the other. Nothing was "
+            "written."
+        )
     return AdapterContents(folder, low_rank, full_weights)
 
 

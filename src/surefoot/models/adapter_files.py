@@ -35,7 +35,7 @@ INITS = (True, False, "gaussian", "orthogonal", "eva")
 """Values of PEFT's init_lora_weights under which the base stays unchanged. PiSSA, OLoRA and similar change it when the
 adapter is created, so that the adapter belongs to weights that are saved nowhere."""
 OTHER_KINDS = (
-    "use_dora", "lora_bias", "layer_replication", "alora_invocation_tokens",
+    "lora_bias", "layer_replication", "alora_invocation_tokens",
     "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config", "velora_config",
     "trainable_token_indices", "ensure_weight_tying", "megatron_config",
 )  # fmt: skip

@@ -34,6 +34,7 @@ from surefoot.models.isolation import Isolation, isolate_samples, isolate_withou
 from surefoot.models.kept_experts import Contexts, KeptExperts
 from surefoot.models.lora import LoraSettings, LoraTargets, attach, initial_value, is_lora
 from surefoot.models.lora_copies import PairCopies
+from surefoot.models.lora_linear import MAGNITUDE
 from surefoot.models.pretrained import (
     check_generation_config,
     check_type,
@@ -237,7 +238,7 @@ def build_model(
         _check_router_dtype(stored)
     mark(model)
     if lora is not None:
-        _set_initial_values(model, lora)
+        _set_initial_values(model, lora, device)
     if has_score and score_head.WEIGHT not in CheckpointWeights(folder).weights:
         _set_initial_score(model, seed)
     _align_weights(model)
@@ -417,10 +418,13 @@ def _freeze(model: PreTrainedModel, names: Container[str]) -> None:
         parameter.requires_grad_(name not in names)
 
 
-def _set_initial_values(model: PreTrainedModel, lora: LoraSettings) -> None:
+def _set_initial_values(model: PreTrainedModel, lora: LoraSettings, device: torch.device) -> None:
     """Set the same initial values on every topology: drawn in full, then cut to this rank's part."""
+    for module in model.modules():
+        if getattr(module, MAGNITUDE, None) is not None:
+            module.set_magnitude(device)
     for name, parameter in model.named_parameters():
-        if is_lora(name):
+        if is_lora(name) and not name.endswith(MAGNITUDE):
             load_full(parameter, initial_value(name, parameter.shape, lora.seed))
 
 

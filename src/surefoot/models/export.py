@@ -204,7 +204,16 @@ class _Merger:
         updates = {name: self._compute_update(place, name) for name in place.parameters}
         update = self._layout.convert_to_stored(place, updates, value.shape)
         self._check_shape(place.parameters[0], update.shape, value.shape)
-        return (value.float() + update).to(value.dtype)
+        total = value.float() + update
+        pair = self._content.low_rank.get(place.parameters[0])
+        if pair is not None and pair.magnitude is not None:
+            if place.converter is not None:
+                raise ModelError(
+                    f"{self._folder}: {place.stored} is another matrix in the files than {place.parameters[0]} in the "
+                    "model, and the lengths of its rows (use_dora) cannot be merged. Nothing was written."
+                )
+            total = pair.scale_rows(total)
+        return total.to(value.dtype)
 
     def _compute_update(self, place: Place, parameter: str) -> Tensor:
         """Return the update of a parameter, or of the place's expert in it, in float32."""

@@ -5,7 +5,8 @@ initial value depends on (seed, parameter name) alone, never on rank or topology
 
 Independent of files: `adapter.py` translates to PEFT's format.
 
-Source: Hu et al., https://arxiv.org/abs/2106.09685; rank-stabilised scaling: Kalajdzievski, https://arxiv.org/abs/2312.03732
+Source: Hu et al., https://arxiv.org/abs/2106.09685; rank-stabilised scaling: Kalajdzievski, https://arxiv.org/abs/2312.03732;
+DoRA: Liu et al., https://arxiv.org/abs/2402.09353
 """
 
 import difflib
@@ -28,7 +29,7 @@ from surefoot.errors import ModelError
 from surefoot.models.decoder_layers import class_name, decoder_layers, decoder_of, indexer_names
 from surefoot.models.dtensor_blocks import block_of
 from surefoot.models.expert_layouts import WITHOUT_STACKS, Stack, expert_stacks
-from surefoot.models.lora_linear import ADAPTED_CLASSES, adopt, can_adopt, create_parameter, is_plain
+from surefoot.models.lora_linear import ADAPTED_CLASSES, MAGNITUDE, adopt, can_adopt, create_parameter, is_plain
 from surefoot.models.quantization.base import FLOAT, WeightFormat, keep_stored
 from surefoot.models.quantization.formats import Int8Format, Nf4Format
 from surefoot.models.routing import router_weight_owners
@@ -62,6 +63,8 @@ class LoraSettings:
     alpha: float
     dropout: float = 0.0
     rslora: bool = False
+    dora: bool = False
+    """Whether linear layers learn the length of each row apart from its direction."""
     targets: tuple[str, ...] = ("attention", "experts")
     layers: tuple[int, ...] | None = None
     """Numbers of the decoder layers whose targets are adapted; None for all targets, also outside of layers."""
@@ -84,6 +87,7 @@ def lora_settings(config: RunConfig) -> LoraSettings | None:
         alpha=config.lora_alpha,
         dropout=config.lora_dropout,
         rslora=config.use_rslora,
+        dora=config.use_dora,
         targets=tuple(targets),
         layers=tuple(config.layers_to_transform) if config.layers_to_transform is not None else None,
         seed=config.seed,
@@ -286,6 +290,12 @@ def checked_targets(model: PreTrainedModel, settings: LoraSettings) -> LoraTarge
             "cannot be applied inside the grouped expert product, and PEFT refuses it too. Set lora_dropout: 0, or "
             "name targets without experts, such as [attention, mlp]."
         )
+    if settings.dora and targets.experts:
+        raise ModelError(
+            f"use_dora with {len(targets.experts)} expert stacks among the targets: the rows of experts have no "
+            "lengths of their own to train, in PEFT neither. Drop use_dora, or name targets without experts, such as "
+            "linear."
+        )
     return targets
 
 
@@ -321,7 +331,7 @@ def attach(model: PreTrainedModel, settings: LoraSettings) -> LoraTargets:
             raise ModelError(
                 f"target_modules: {name} is a {type(module).__name__}, not a plain linear layer; leave it out."
             )
-        adopt(module, settings.rank, settings.scaling, settings.dropout)
+        adopt(module, settings.rank, settings.scaling, settings.dropout, has_magnitude=settings.dora)
     stacks = dict(expert_stacks(model))
     for name in targets.experts:
         _adopt_stack(stacks[name], settings)
@@ -370,7 +380,7 @@ def _find_stored(model: PreTrainedModel) -> dict[str, tuple[nn.Module, str]]:
 
 def is_lora(name: str) -> bool:
     """Return whether a parameter of this name was created by `attach`."""
-    return name.endswith(("lora_A", "lora_B"))
+    return name.endswith(("lora_A", "lora_B", MAGNITUDE))
 
 
 def initial_value(name: str, shape: torch.Size, seed: int) -> Tensor:

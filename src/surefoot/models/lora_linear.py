@@ -1,5 +1,8 @@
 """Linear layers with a low-rank pair, `lora_A [r, in]` and `lora_B [out, r]`, beside their frozen weight.
 
+With DoRA each row of weight and pair together is scaled to a length that is trained, `lora_magnitude [out]`. The length
+that a row has follows from the weight's own and from products of rank r, so that the sum of both is never built.
+
 Independent of which layers of a model are adapted.
 """
 
@@ -12,14 +15,19 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+from surefoot.models.dtensor_blocks import gather_full, load_full
 from surefoot.models.lora_copies import PARTS, copy_of
 from surefoot.models.quantization.base import (
     FrozenLinear,
     WeightFormat,
     format_of,
     is_stock_linear,
+    multiply_frozen,
     stored_weight,
 )
+
+MAGNITUDE = "lora_magnitude"
+"""Name of the parameter with the lengths of a layer's rows."""
 
 
 def create_parameter(*shape: int) -> nn.Parameter:
@@ -36,23 +44,64 @@ class _LowRank(nn.Module):
     lora_B: nn.Parameter  # noqa: N815
     lora_scaling: float
     lora_dropout: float
+    lora_magnitude: nn.Parameter | None
+    lora_squares: Tensor
+    """Squared lengths of the rows of the weight, float32 [out], where there is a magnitude."""
 
     def _stored(self) -> list[Tensor]:
         """Return the tensors of the weight [out, in]."""
         return stored_weight(self, "weight")
 
     def forward(self, input: Tensor) -> Tensor:
-        a, b = self.lora_A, self.lora_B
-        if self.lora_dropout and self.training:
-            low = F.linear(F.dropout(input, self.lora_dropout), a.to(input.dtype))
-            return super().forward(input) + self.lora_scaling * F.linear(low, b.to(input.dtype))  # type: ignore[no-any-return]
+        has_dropout = self.lora_dropout > 0 and self.training
+        if self.lora_magnitude is not None and self.lora_scaling:  # not without the adapter, whose scaling is 0 then
+            return self._forward_scaled(input, self.lora_magnitude, has_dropout=has_dropout)
+        if has_dropout:
+            a, b = self.lora_A.to(input.dtype), self.lora_B.to(input.dtype)
+            low = F.linear(F.dropout(input, self.lora_dropout), a)
+            return super().forward(input) + self.lora_scaling * F.linear(low, b)  # type: ignore[no-any-return]
+        return self._multiply(input, self.bias)
+
+    def _forward_scaled(self, input: Tensor, magnitude: Tensor, *, has_dropout: bool) -> Tensor:
+        """Scale each row of weight and pair to its length; with dropout its change alone sees dropped inputs."""
+        scale = (magnitude / self._row_lengths(input.dtype)).to(input.dtype)
+        if not has_dropout:
+            y = self._multiply(input, None) * scale
+            return y if self.bias is None else y + self.bias
+        dropped = F.dropout(input, self.lora_dropout)
+        rows = dropped.reshape(-1, dropped.shape[-1])
+        unscaled = multiply_frozen(rows, None, format_of(self), self._stored()).view(*input.shape[:-1], -1)
+        return super().forward(input) + self._multiply(dropped, None) * scale - unscaled  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _row_lengths(self, dtype: torch.dtype) -> Tensor:
+        """Return the lengths of the rows of weight and pair together, float32 [out], without gradient as in PEFT."""
+        a, b = (copy_of(self, name, dtype) for name in PARTS)
+        by_weight = format_of(self).linear(a, self._stored(), None).t().float()
+        a, b = a.float(), b.float()
+        added = 2 * self.lora_scaling * (by_weight * b).sum(1) + self.lora_scaling**2 * (b @ (a @ a.t()) * b).sum(1)
+        return (self.lora_squares + added).clamp_min(torch.finfo(torch.float32).tiny).sqrt()
+
+    def _multiply(self, input: Tensor, bias: Tensor | None) -> Tensor:
         copies = [copy_of(self, name, input.dtype) for name in PARTS]
         # The function's own output must not be a view: models add to it in place.
         rows = _LoraLinear.apply(  # type: ignore[no-untyped-call]
-            input.reshape(-1, input.shape[-1]), self.bias, a, b, copies, self.lora_scaling,
+            input.reshape(-1, input.shape[-1]), bias, self.lora_A, self.lora_B, copies, self.lora_scaling,
             format_of(self), *self._stored(),
         )  # fmt: skip
         return rows.view(*input.shape[:-1], rows.shape[-1])  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def set_magnitude(self, device: torch.device) -> None:
+        """Set the lengths of the rows to those of the weight, of which each rank gathers the whole. Collective.
+
+        `device`: that of the forward.
+        """
+        assert self.lora_magnitude is not None
+        weight = format_of(self).read([gather_full(tensor) for tensor in self._stored()], torch.float32)
+        squares = weight.square().sum(1)
+        self.lora_squares = squares.to(device)
+        load_full(self.lora_magnitude, squares.sqrt())
 
 
 class LoraLinear(_LowRank, FrozenLinear):
@@ -80,8 +129,8 @@ def can_adopt(layer: nn.Module) -> bool:
     return is_stock_linear(layer) or type(layer) in ADAPTED_CLASSES
 
 
-def adopt(layer: nn.Module, rank: int, scaling: float, dropout: float) -> None:
-    """Give an existing layer its low-rank pair, in place, so that no name changes."""
+def adopt(layer: nn.Module, rank: int, scaling: float, dropout: float, *, has_magnitude: bool = False) -> None:
+    """Give an existing layer its low-rank pair, and with DoRA its magnitude, in place, so that no name changes."""
     weight = layer.weight
     assert isinstance(weight, Tensor)
     out_features, in_features = reversed(weight.shape) if isinstance(layer, Conv1D) else weight.shape
@@ -90,6 +139,9 @@ def adopt(layer: nn.Module, rank: int, scaling: float, dropout: float) -> None:
     layer.lora_A = create_parameter(rank, in_features)
     layer.lora_B = create_parameter(out_features, rank)
     layer.lora_scaling, layer.lora_dropout = scaling, dropout
+    layer.register_parameter(MAGNITUDE, create_parameter(out_features) if has_magnitude else None)
+    if has_magnitude:
+        layer.register_buffer("lora_squares", torch.empty(out_features, dtype=torch.float32), persistent=False)
 
 
 class _LoraLinear(torch.autograd.Function):

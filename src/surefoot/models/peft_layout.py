@@ -24,6 +24,7 @@ from transformers.core_model_loading import WeightRenaming, apply_renamings
 
 from surefoot.models.expert_layouts import Stack, expert_stacks
 from surefoot.models.lora import GROUPS, OF_MLPS, find_targets, is_lora, tower_names
+from surefoot.models.lora_linear import MAGNITUDE
 
 OF_EXPERTS = OF_MLPS | {"gate"}
 """Names that PEFT reads as stacks of experts or routers, in models that have them, where modules are named.
@@ -43,6 +44,8 @@ UNMERGEABLE = (
 """Notice of a run whose adapter cannot be merged, with the two names of the first weight that is shared."""
 LORA = ".lora_"
 """Part of the keys of low-rank pairs."""
+LENGTHS = ".lora_magnitude_vector"
+"""End of the key of a layer's magnitude (DoRA)."""
 OUTERMOST = "down_proj"
 """The stack whose wrapper is outside those of the module's other stacks: modules define it last."""
 
@@ -114,6 +117,8 @@ class PeftLayout:
         owner, _, leaf = name.rpartition(".")
         if not is_lora(name):
             return name, value
+        if leaf == MAGNITUDE:
+            return f"{owner}{LENGTHS}", value
         part = leaf[-1]
         if leaf in ("lora_A", "lora_B"):
             return f"{owner}.lora_{part}.weight", value

@@ -181,10 +181,15 @@ class FrozenLinear(nn.Linear):
         if format_of(self) is FLOAT:
             return F.linear(input, self.weight, self.bias)
         # The function's own output must not be a view: models add to it in place.
-        rows = _FrozenLinear.apply(  # type: ignore[no-untyped-call]
-            input.reshape(-1, input.shape[-1]), self.bias, format_of(self), *stored_weight(self, "weight")
-        )
-        return rows.view(*input.shape[:-1], rows.shape[-1])  # type: ignore[no-any-return]
+        inputs = input.reshape(-1, input.shape[-1])
+        rows = multiply_frozen(inputs, self.bias, format_of(self), stored_weight(self, "weight"))
+        return rows.view(*input.shape[:-1], rows.shape[-1])
+
+
+def multiply_frozen(rows: Tensor, bias: Tensor | None, weight_format: WeightFormat, stored: Stored) -> Tensor:
+    """Compute `y = x W^T + bias` for rows [S, in], of which only the gradient by x is computed."""
+    y: Tensor = _FrozenLinear.apply(rows, bias, weight_format, *stored)  # type: ignore[no-untyped-call]
+    return y
 
 
 class _FrozenLinear(torch.autograd.Function):
