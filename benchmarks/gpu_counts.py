@@ -207,8 +207,8 @@ def main() -> None:
         *compare_towers(),
         "",
         "One micro-batch of Qwen1.5-MoE-A2.7B's layers (24 layers, 60 experts, LoRA r=8 on attention and experts, "
-        "bfloat16), by `gradient_checkpointing`. Kernels are operations that are neither views nor allocations; attention "
-        "and RMSNorm are one each.",
+        "bfloat16), by `gradient_checkpointing`. Kernels are operations that are neither views nor allocations; "
+        "attention and RMSNorm are one each.",
         "",
         "| | kernels | grouped products | other products | casts |",
         "|---|---|---|---|---|",

@@ -185,7 +185,9 @@ MADE_BY_PEFT: dict[str, tuple[str, dict[str, Any]]] = {
         "llama", {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"v_proj": 2}, "use_rslora": True},
     ),
     "lengths of rows": ("llama", {"target_modules": "all-linear", "use_dora": True}),
-    "lengths of rows of transposed weights": ("gpt2", {"target_modules": ["c_attn"], "use_dora": True, "fan_in_fan_out": True}),
+    "lengths of rows of transposed weights": (
+        "gpt2", {"target_modules": ["c_attn"], "use_dora": True, "fan_in_fan_out": True},
+    ),
     "the output layer": ("qwen2", {"target_modules": ["q_proj", "lm_head"]}),
     "an output layer with a bias": ("phi", {"target_modules": ["q_proj", "lm_head"]}),
     "an output layer in full": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
