@@ -1,5 +1,6 @@
 """DoRA: the lengths of rows are trained apart from their directions, with PEFT's numbers."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,15 +9,18 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 import surefoot
-from surefoot.errors import ModelError
+from surefoot.errors import ConfigError, ModelError
+from surefoot.inference.load import ModelFiles
+from surefoot.inference.serve import vllm_options
 from surefoot.methods.base import BatchTotals
 from surefoot.methods.sft.method import SftObjective
 from surefoot.models.adapter import read_adapter
+from surefoot.models.adapter_files import WEIGHTS
 from surefoot.models.build import build_model, trainable_parameters
 from surefoot.models.export import merge_adapter
 from surefoot.models.generate import generating
@@ -88,6 +92,15 @@ def test_it_is_read_back_merged_and_left_out(model_folder: Callable[[str], Path]
     parameters = trainable_parameters(built.model)
     values = read_adapter(adapter, {name: p.shape for name, p in parameters.items()}, DORA, built.model)
     assert all(torch.equal(values[name], parameter) for name, parameter in parameters.items())
+    with pytest.raises(ConfigError, match=r"vLLM serves no adapter with magnitudes.*--merge"):
+        vllm_options(ModelFiles(folder, adapter, "it"))
+    weights = load_file(adapter / WEIGHTS)
+    lone = next(name for name in weights if name.endswith("lora_magnitude_vector"))
+    del weights[lone]
+    broken = shutil.copytree(adapter, tmp_path / "broken")
+    save_file(weights, broken / WEIGHTS)
+    with pytest.raises(ModelError, match="each pair has a magnitude, and .* has one without the other"):
+        merge_adapter(folder, broken, tmp_path / "nothing")
     plain = replace(DORA, dora=False)
     with pytest.raises(ModelError, match="use_dora=False but the adapter has True"):
         read_adapter(adapter, {}, plain, built.model)

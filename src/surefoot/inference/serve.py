@@ -56,6 +56,11 @@ def vllm_options(files: ModelFiles) -> list[str]:
     if files.adapter is None:
         return ["--served-model-name", files.name]
     config, _ = load_adapter_files(files.adapter)
+    if config.get("use_dora"):
+        raise ConfigError(
+            f"vLLM serves no adapter with magnitudes (use_dora), and {files.adapter} has them. Use --engine "
+            f"transformers, or `surefoot export {files.run or files.adapter} FOLDER --merge` and serve that."
+        )
     module: dict[str, Any] = {"name": files.name, "path": str(files.adapter.resolve())}
     options = ["--enable-lora", "--max-lora-rank", str(allowed_lora_rank(config["r"]))]
     # The experts of a layer are in one tensor; the parameter of a linear layer has the name `weight`.

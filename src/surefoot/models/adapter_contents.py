@@ -226,14 +226,22 @@ def read_contents(folder: Path, model: PreTrainedModel) -> AdapterContents:
                 )
         elif not name.endswith(".lora_B.weight"):
             full_weights[name.replace(WRAPPED, ".")] = a
-    pairs_without = [name for name, pair in low_rank.items() if pair.magnitude is None]
-    if magnitudes or (config.get("use_dora") and pairs_without):
-        name = next(iter(magnitudes), None) or pairs_without[0]
-        raise ModelError(
-            f"{folder}: with use_dora each pair has a magnitude, and {name} has one without the other. Nothing was "
-            "written."
-        )
+    _check_magnitudes(folder, config, low_rank, magnitudes)
     return AdapterContents(folder, low_rank, full_weights)
+
+
+def _check_magnitudes(
+    folder: Path, config: Mapping[str, Any], pairs: Mapping[str, Pair], unpaired: Iterable[str]
+) -> None:
+    """Raise ModelError unless each pair has a magnitude, or none. `unpaired`: modules with a magnitude alone."""
+    with_magnitude = {name for name, pair in pairs.items() if pair.magnitude is not None}
+    has_magnitudes = bool(config.get("use_dora") or with_magnitude)
+    incomplete = [*unpaired, *(sorted(pairs.keys() - with_magnitude) if has_magnitudes else ())]
+    if incomplete:
+        raise ModelError(
+            f"{folder}: with use_dora each pair has a magnitude, and {incomplete[0]} has one without the other. "
+            "Nothing was written."
+        )
 
 
 def _find_stack(owner: str, leaves: Iterable[str], target_parameters: Iterable[str] | None) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
@@ -98,7 +99,8 @@ class _LowRank(nn.Module):
         `device`: that of the forward.
         """
         assert self.lora_magnitude is not None
-        weight = format_of(self).read([gather_full(tensor) for tensor in self._stored()], torch.float32)
+        stored = [gather_full(part) if isinstance(part, DTensor) else part for part in self._stored()]
+        weight = format_of(self).read(stored, torch.float32)
         squares = weight.square().sum(1)
         self.lora_squares = squares.to(device)
         load_full(self.lora_magnitude, squares.sqrt())
