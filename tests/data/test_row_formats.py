@@ -72,6 +72,19 @@ def test_one_conversation_in_every_format(name: str, columns: dict[str, Any]) ->
     assert found.kind == "chat"
 
 
+@pytest.mark.parametrize(
+    ("row", "example"),
+    [
+        ({"id": 1, "convs": [{"from": "human", "value": "hi"}]}, "columns: {conversations: convs}"),
+        ({"dialog": [{"role": "user", "content": "hi"}]}, "columns: {messages: dialog}"),
+        ({"dialog": "hi"}, "columns: {query: YOUR_COLUMN, response: YOUR_COLUMN}"),
+    ],
+)
+def test_a_column_of_turns_under_another_name_is_named(row: dict[str, Any], example: str) -> None:
+    with pytest.raises(BadRow, match=re.escape(f"for example with `{example}`")):
+        format_of(FormatSpec(), row)
+
+
 def test_alpaca_joins_instruction_and_input_and_history_comes_before() -> None:
     row = {"instruction": "add", "input": "2 and 3", "output": "5", "history": [["hi", "hello"], ["who?", "me"]]}
     said = [("user", "hi"), ("assistant", "hello"), ("user", "who?"), ("assistant", "me")]

@@ -20,6 +20,8 @@ ANSWERS = frozenset(("response", "output", "completion"))
 """Columns that a prompt-only row does not need."""
 SIDES = frozenset(("chosen", "rejected"))
 """Columns of preference data."""
+TURNS = {"role": "messages", "from": "conversations"}
+"""Columns with the turns of a conversation, by a key that each turn has."""
 LABELS = ("label", "kto_tag")
 """Columns that say whether an answer is desired, of TRL and ms-swift, and of LLaMA-Factory."""
 MARGIN = "margin"
@@ -80,10 +82,10 @@ class Format:
         return self.required - ANSWERS if prompts else self.required
 
 
-def detect(columns: Collection[str], spec: FormatSpec = FormatSpec()) -> str:
+def detect(columns: Collection[str], spec: FormatSpec = FormatSpec(), example: str | None = None) -> str:
     """Return the name of the format that has these columns, among those that `spec` allows.
 
-    Raises: BadRow if no format or several fit; it lists the candidates.
+    `example`: a map of the columns for the message. Raises: BadRow if no format or several fit; it lists the candidates.
     """
     formats = spec.candidates
     candidates = [name for name, needed in formats.items() if needed <= set(columns)]
@@ -98,11 +100,22 @@ def detect(columns: Collection[str], spec: FormatSpec = FormatSpec()) -> str:
     format_list = "; ".join(f"{name} ({' + '.join(sorted(needed, reverse=True))})" for name, needed in formats.items())
     if not spec.pairs and set(columns) >= SIDES:
         raise BadRow(f"the columns ({names}) are of preference data: `method: dpo`, `orpo` and `reward` train on pairs")
-    names_of_example = ["query"] if spec.prompts else ["query", *sorted(SIDES)] if spec.pairs else ["query", "response"]
-    example = f"columns: {{{', '.join(f'{name}: YOUR_COLUMN' for name in names_of_example)}}}"
+    texts = ["query"] if spec.prompts else ["query", *sorted(SIDES)] if spec.pairs else ["query", "response"]
+    example = example or ", ".join(f"{name}: YOUR_COLUMN" for name in texts)
     raise BadRow(
-        f"the columns ({names}) fit no known format: {format_list}. Say what yours mean, for example with `{example}`"
+        f"the columns ({names}) fit no known format: {format_list}. Say what yours mean, for example with "
+        f"`columns: {{{example}}}`"
     )
+
+
+def _map_of_turns(row: Columns) -> str | None:
+    """Return the map that names the column of a row with turns of a conversation; None if there is none."""
+    for column, value in row.items():
+        first = value[0] if isinstance(value, list) and value else None
+        names = [name for key, name in TURNS.items() if isinstance(first, Mapping) and key in first]
+        if names:
+            return f"{names[0]}: {column}"
+    return None
 
 
 def format_of(spec: FormatSpec, first_row: Columns) -> str:
@@ -111,7 +124,7 @@ def format_of(spec: FormatSpec, first_row: Columns) -> str:
     Raises: BadRow if it is ambiguous or unknown.
     """
     if spec.format == "auto":
-        return detect(_rename_columns(first_row, spec).keys(), spec)
+        return detect(_rename_columns(first_row, spec).keys(), spec, None if spec.pairs else _map_of_turns(first_row))
     if FORMATS[spec.format].is_pair != spec.pairs:
         where = spec.named_in if spec.only_mapped else "dataset_format"
         expected = (
