@@ -100,11 +100,11 @@ def ours(
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     timed = lines[WARMUP_STEPS:]
     seconds = [line["step_time_s"] for line in timed]
-    tokens = timed[-1]["tokens"] - lines[WARMUP_STEPS - 1]["tokens"]
+    counts = {name: timed[-1][name] - lines[WARMUP_STEPS - 1][name] for name in ("tokens", "trained_tokens")}
     return {
         "step_time_s": statistics.median(seconds),
-        "tokens_per_second": tokens / sum(seconds),
-        "trained_per_second": sum(line["trained_tokens"] for line in timed) / sum(seconds),
+        "tokens_per_second": counts["tokens"] / sum(seconds),
+        "trained_per_second": counts["trained_tokens"] / sum(seconds),
         "peak_memory_bytes": summary["peak_memory_bytes"],
         "loss": [line["loss"] for line in lines],
     }
