@@ -273,8 +273,8 @@ def main() -> None:
         "SFT on SmolLM2-135M: Surefoot and TRL + PEFT in one run",
         settings="GSM8K, batch 4, LoRA r=8",
         notes=[
-            f"{arguments.rounds} rounds in turns of {arguments.steps - WARMUP_STEPS} steps, after {WARMUP_STEPS} of",
-            "warm-up: medians, and in brackets the least and the most.",
+            f"Rounds in turns: {arguments.rounds}, each of {arguments.steps - WARMUP_STEPS} steps after {WARMUP_STEPS}",
+            "of warm-up: medians, and in brackets the least and the most.",
             "For the losses, TRL's label on the newline after the end of the turn is masked: Surefoot trains none.",
         ],
         columns=["Surefoot", "TRL", "ratio or difference"],

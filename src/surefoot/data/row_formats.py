@@ -85,7 +85,8 @@ class Format:
 def detect(columns: Collection[str], spec: FormatSpec = FormatSpec(), example: str | None = None) -> str:
     """Return the name of the format that has these columns, among those that `spec` allows.
 
-    `example`: a map of the columns for the message. Raises: BadRow if no format or several fit; it lists the candidates.
+    `example`: a map of the columns for the message.
+    Raises: BadRow if no format or several fit; it lists the candidates.
     """
     formats = spec.candidates
     candidates = [name for name, needed in formats.items() if needed <= set(columns)]
