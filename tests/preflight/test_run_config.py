@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from surefoot.cli import main
 from surefoot.config import load_config
 from surefoot.diagnostics.preflight.run_config import NAME, refusal
 from surefoot.errors import ModelError
+from surefoot.models.quantization import bitsandbytes_ops
 
 GRPO = {"method": "grpo", "num_generations": 2, "global_batch_size": 4, "reward_funcs": ["exact_match"]}
 Folders = Callable[[str], Path]
@@ -54,6 +56,18 @@ def test_packages_of_hubs_are_missed_before_the_run_starts(
     monkeypatch.setitem(sys.modules, package, None)
     status, cause = said(settings, **changes)
     assert (status, named in cause) == ("failed", True)
+
+
+@pytest.mark.parametrize("changes", [{"quantization": "nf4"}, {"optim": "adamw_8bit"}])
+def test_a_package_is_missed_before_the_model_is_fetched(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, changes: dict[str, str]
+) -> None:
+    def find_none(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(bitsandbytes_ops, "version", find_none)
+    status, cause = said(settings, model="Qwen/Qwen3-0.6B", **changes)
+    assert (status, "pip install 'surefoot[quantized]'" in cause) == ("failed", True)
 
 
 @pytest.mark.parametrize(

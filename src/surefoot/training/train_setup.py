@@ -18,7 +18,7 @@ from surefoot.methods.registry import method_of
 from surefoot.methods.token_loss import eval_no_grad
 from surefoot.models.adapter import read_adapter
 from surefoot.models.build import build_model, compile_layers, mark_trainable, meta_model, trainable_parameters
-from surefoot.models.lora import attach, check_frozen_weights, checked_targets, lora_settings
+from surefoot.models.lora import attach, check_frozen_weights, checked_targets, format_of_frozen, lora_settings
 from surefoot.models.quantization.bitsandbytes_ops import check_package
 from surefoot.models.quantization.released import find_quantization
 from surefoot.models.router_bias import RouterBiases
@@ -58,18 +58,24 @@ def check_router_biases(loaded: LoadedConfig, base: Path) -> None:
         )
 
 
+def check_packages(loaded: LoadedConfig) -> None:
+    """Raise ModelError, with its place in the config, for a missing package of the optimizer or of frozen weights."""
+    run, setting = loaded.run, "optim"
+    try:
+        if run.optim == "adamw_8bit":
+            check_package("optim: adamw_8bit", "adamw needs no package")
+        setting = "quantization"
+        format_of_frozen(run).check_package()
+    except ModelError as error:
+        raise ModelError(f"{str(error).removesuffix('.')} ({loaded.where(setting)}).") from error
+
+
 def check_targets(loaded: LoadedConfig, base: Path) -> None:
     """Raise ModelError, with its place in the config, for targets of LoRA that model or `init_adapter` do not have.
 
-    The same for frozen weights that cannot be stored as the config says, and for a missing package of the optimizer.
-    Reads no weights of the model, so it comes before the data are prepared. Raises: ModelError for a config.json that
-    is no model's.
+    The same for frozen weights that cannot be stored as the config says. Reads no weights of the model, so it comes
+    before the data are prepared. Raises: ModelError for a config.json that is no model's.
     """
-    if loaded.run.optim == "adamw_8bit":
-        try:
-            check_package("optim: adamw_8bit", "adamw needs no package")
-        except ModelError as error:
-            raise ModelError(f"{str(error).removesuffix('.')} ({loaded.where('optim')}).") from error
     lora = lora_settings(loaded.run)
     if lora is None:
         return
@@ -80,7 +86,6 @@ def check_targets(loaded: LoadedConfig, base: Path) -> None:
         raise ModelError(f"{error} ({loaded.where('target_modules')})") from error
     try:
         _check_stored_otherwise(base, loaded.run.quantization)
-        lora.weight_format.check_package()
         check_frozen_weights(model, lora.weight_format)
     except ModelError as error:
         raise ModelError(f"{str(error).removesuffix('.')} ({loaded.where('quantization')}).") from error

@@ -51,6 +51,7 @@ from surefoot.training.run_summary import FindingLog, RunRecord, RunResult, Stat
 from surefoot.training.train_setup import (
     build_train_context,
     check_images,
+    check_packages,
     check_router_biases,
     check_targets,
     check_trained_routers,
@@ -211,6 +212,7 @@ def _check_model(run: _Run) -> Path:
     with run.phases("load"):
         ranks.local_rank0_first(lambda: check_sources(loaded))  # before a model is fetched
         ranks.local_rank0_first(lambda: check_upload(loaded))
+        ranks.local_rank0_first(lambda: check_packages(loaded))
         base = ranks.local_rank0_first(lambda: resolve_model(loaded.run.model, loaded.where("model")))
         ranks.local_rank0_first(lambda: check_experts(loaded, base))
         ranks.local_rank0_first(lambda: method_of(loaded.run).check_model(loaded, base))

@@ -19,7 +19,12 @@ from surefoot.models.resolve_model import folder_here, resolve_model
 from surefoot.models.weight_loading import check_weights_fill
 from surefoot.training.expert_parallel import check_experts
 from surefoot.training.run_dir import check_folder, check_named_checkpoint, check_resume
-from surefoot.training.train_setup import check_router_biases, check_targets, check_trained_routers
+from surefoot.training.train_setup import (
+    check_packages,
+    check_router_biases,
+    check_targets,
+    check_trained_routers,
+)
 
 NAME = "the run itself"
 
@@ -37,6 +42,7 @@ def _check_run(loaded: LoadedConfig) -> Result:
         Layout.of(loaded.run, ranks, loaded.where)
         check_folder(loaded)
         check_resume(loaded)
+        check_packages(loaded)
         is_unpacked = run.model.startswith("pypi:") and folder_here(run.model) is not None
         if is_unpacked or Path(run.model).exists() or run.model.startswith(("/", ".", "~")):
             base = resolve_model(run.model, loaded.where("model"))
