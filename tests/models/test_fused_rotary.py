@@ -35,6 +35,14 @@ def test_logits_and_gradients_stay(kind: str) -> None:
         torch.testing.assert_close(gradient, expected, atol=1e-4, rtol=1e-4)
 
 
+def test_what_a_model_rotates_with_other_arguments_is_left_to_its_function() -> None:
+    """Qwen4's indexer names its arguments."""
+    model = tiny_model("qwen4_exp_text").eval()
+    wanted, _ = run(model)
+    assert fuse_rotary(model) > 0
+    torch.testing.assert_close(run(model)[0], wanted, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["glm", "cohere", "gptj", "gpt2"])
 def test_models_that_rotate_otherwise_are_left_alone(kind: str) -> None:
     model = tiny_model(kind)

@@ -8,7 +8,7 @@ Independent of LoRA, training and sharding.
 Source: Su et al., https://arxiv.org/abs/2104.09864
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -70,23 +70,24 @@ def _rotates_halves(rotation: Rotation) -> bool:
     )
 
 
-def _rotate_both(
-    own: Rotation, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, *others: Any, **options: Any
-) -> tuple[Tensor, Tensor]:
+def _rotate_both(own: Rotation, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys; with `own`, the model's function, what is compiled or has other shapes or types."""
-    tensors = (query, key, cosines, sines)
-    is_plain = (
-        not others
-        and not options
-        and not torch.compiler.is_compiling()
-        and len({(tensor.shape[-1], tensor.dtype) for tensor in tensors}) == 1
-        and (query.dim(), key.dim(), cosines.dim(), sines.dim()) == (4, 4, 3, 3)
-        and not (cosines.requires_grad or sines.requires_grad)
-    )
-    if not is_plain:
-        return own(*tensors, *others, **options)
+    if options or torch.compiler.is_compiling() or not _is_plain(arguments):
+        return own(*arguments, **options)
+    query, key, cosines, sines = arguments
     cosines, sines = cosines[:, None], sines[:, None]
     return _Rotation.apply(query, cosines, sines), _Rotation.apply(key, cosines, sines)  # type: ignore[no-untyped-call]
+
+
+def _is_plain(arguments: Sequence[Any]) -> bool:
+    """Return whether arguments are queries and keys of four dimensions and tables of three, of one width and type."""
+    if len(arguments) != 4 or not all(isinstance(tensor, Tensor) for tensor in arguments):
+        return False
+    return (
+        len({(tensor.shape[-1], tensor.dtype) for tensor in arguments}) == 1
+        and tuple(tensor.dim() for tensor in arguments) == (4, 4, 3, 3)
+        and not any(tensor.requires_grad for tensor in arguments[2:])
+    )
 
 
 class _Rotation(torch.autograd.Function):
