@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
@@ -99,7 +100,7 @@ def test_it_is_read_back_merged_and_left_out(model_folder: Callable[[str], Path]
     del weights[lone]
     broken = shutil.copytree(adapter, tmp_path / "broken")
     save_file(weights, broken / WEIGHTS)
-    with pytest.raises(ModelError, match="each pair has a magnitude, and .* has one without the other"):
+    with pytest.raises(ModelError, match=r"the pair of .* has no magnitude \(use_dora\)"):
         merge_adapter(folder, broken, tmp_path / "nothing")
     plain = replace(DORA, dora=False)
     with pytest.raises(ModelError, match="use_dora=False but the adapter has True"):
@@ -119,6 +120,34 @@ def test_dropout_changes_what_the_adapter_sees_alone(model_folder: Callable[[str
     assert losses[2] != pytest.approx(losses[0], rel=1e-3)
 
 
+def test_dropout_has_the_numbers_of_peft(
+    model_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one mask for all inputs of a width."""
+    folder, settings = model_folder("qwen2"), replace(DORA, dropout=0.5)
+
+    def drop(x: Tensor, p: float = 0.5, training: bool = True, *_: bool) -> Tensor:
+        if not (p and training):
+            return x
+        mask = torch.rand(x.shape[-1], generator=torch.Generator().manual_seed(0)) < p
+        return x.masked_fill(mask, 0.0) / (1 - p)
+
+    monkeypatch.setattr(F, "dropout", drop)
+    built = trained(folder, settings)
+    adapter = save(built, settings, tmp_path / "adapter", folder)
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), str(adapter), is_trainable=True)
+    theirs.train()
+    rows = batch([24])
+    totals = BatchTotals(rows.num_tokens, rows.num_trained, rows.trained_weight)
+    objective = SftObjective(built, 0.0)
+    losses = [objective.loss(rows, totals).total.item()]
+    built.model.eval()
+    losses.append(objective.loss(rows, totals).total.item())
+    wanted = F.cross_entropy(theirs(input_ids=rows.ids).logits[0, rows.target_positions], rows.targets).item()
+    assert losses[0] == pytest.approx(wanted, rel=1e-5)
+    assert losses[1] != pytest.approx(wanted, rel=1e-3)
+
+
 def test_products_of_low_precision_have_lengths_in_float32(model_folder: Callable[[str], Path]) -> None:
     folder = model_folder("llama")
     built = build_model(folder, lora=DORA, device=CPU, dtype=torch.bfloat16)
@@ -127,6 +156,11 @@ def test_products_of_low_precision_have_lengths_in_float32(model_folder: Callabl
     assert lengths.dtype == torch.float32
     torch.testing.assert_close(lengths, layer.get_parameter("weight").float().norm(dim=1), atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(layer.get_parameter("lora_magnitude"), lengths, atol=1e-6, rtol=1e-6)
+    with torch.no_grad():
+        layer.get_parameter("lora_B").normal_(generator=torch.Generator().manual_seed(0))
+    added = 1.5 * layer.get_parameter("lora_B").bfloat16().float() @ layer.get_parameter("lora_A").bfloat16().float()
+    wanted = (layer.get_parameter("weight").float() + added).norm(dim=1)
+    torch.testing.assert_close(layer._row_lengths(torch.bfloat16), wanted, atol=1e-3, rtol=1e-3)  # type: ignore[operator]
 
 
 def test_a_run_goes_on_bit_for_bit(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -143,10 +177,19 @@ def test_a_run_goes_on_bit_for_bit(settings: dict[str, Any], tmp_path: Path) -> 
     assert surefoot.load(first.run_folder)
 
 
-def test_experts_have_no_magnitudes(model_folder: Callable[[str], Path]) -> None:
-    settings = replace(DORA, targets=("all",))
-    with pytest.raises(ModelError, match=r"use_dora with \d+ expert stacks.* such as linear"):
-        build_model(model_folder("qwen3_moe"), lora=settings, device=CPU, dtype=torch.float32)
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [("all", r"use_dora with \d+ expert stacks.* such as linear"), ("router", "target_modules names none")],
+)
+def test_experts_and_routers_have_no_magnitudes(target: str, reason: str, model_folder: Callable[[str], Path]) -> None:
+    with pytest.raises(ModelError, match=reason):
+        build_model(model_folder("qwen3_moe"), lora=replace(DORA, targets=(target,)), device=CPU, dtype=torch.float32)
+
+
+def test_a_layer_without_rows_has_no_rows(model_folder: Callable[[str], Path]) -> None:
+    built = build_model(model_folder("llama"), lora=replace(DORA, dropout=0.1), device=CPU, dtype=torch.float32)
+    layer = built.model.get_submodule("model.layers.0.self_attn.q_proj")
+    assert layer(torch.zeros(0, 32)).shape == (0, 32)
 
 
 @pytest.mark.long

@@ -43,14 +43,15 @@ def test_what_a_model_rotates_with_other_arguments_is_left_to_its_function() -> 
     torch.testing.assert_close(run(model)[0], wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["glm", "cohere", "gptj", "gpt2"])
+@pytest.mark.parametrize("kind", ["glm", "cohere", "gptj", "gpt2", "modernbert-decoder"])
 def test_models_that_rotate_otherwise_are_left_alone(kind: str) -> None:
+    """ModernBERT rotates in float32."""
     model = tiny_model(kind)
     assert fuse_rotary(model) == 0
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_it_takes_half_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_function_of_the_file_is_called_for_what_it_alone_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     own = modeling_qwen3.apply_rotary_pos_emb
 

@@ -179,7 +179,7 @@ def cuda_branches(capability: tuple[int, int] = HOPPER) -> Iterator[None]:
         )
         patch.setattr(triton_grouped_gemm, "multiply", multiply)
         patch.setattr(triton_grouped_gemm, "multiply_pairs", multiply_pairs)
-        patch.setattr(lora_linear, "multiply_into", multiply_into)
+        patch.setattr(lora_linear, "_multiply_into", multiply_into)
         patch.setattr(F, "rms_norm", rms_norm)
         yield
 

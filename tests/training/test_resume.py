@@ -349,9 +349,11 @@ def test_a_changed_config_is_named_field_by_field(settings: dict[str, Any], tmp_
     with pytest.raises(CheckpointError, match="differs in learning_rate: 0.01 -> 0.5; seed: 42 -> 7"):
         surefoot.train(settings, screen=False, learning_rate=0.5, seed=7)
     path = list_checkpoints(run)[-1]
-    shutil.copytree(run, tmp_path / "killed", ignore=lambda *_: ["checkpoints"])
-    with pytest.raises(CheckpointError, match="It has no checkpoint yet"):
-        surefoot.train(settings, screen=False, seed=7, output_dir=tmp_path / "killed")
+    for number, left in enumerate((["checkpoints"], ["checkpoints", "adapter"])):
+        folder = shutil.copytree(run, tmp_path / str(number), ignore=lambda *_, left=left: left)
+        with pytest.raises(CheckpointError, match="to delete that run") as caught:
+            surefoot.train(settings, screen=False, seed=7, output_dir=folder)
+        assert ("only logs so far" in str(caught.value)) == ("adapter" in left)
     with pytest.raises(CheckpointError, match="step-00000004 .*other settings: seed: 42 -> 7"):
         surefoot.train(settings, screen=False, seed=7, output_dir=tmp_path / "new", resume_from_checkpoint=path)
     with pytest.raises(CheckpointError, match="output_dir=.*resume_from_checkpoint is false"):

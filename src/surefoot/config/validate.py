@@ -143,18 +143,11 @@ def _check_tuning(run: RunConfig, non_default: set[str]) -> Iterator[Contradicti
                 "groups or modules",
                 "target_modules",
             )
-    if run.lora_dropout and any("experts" in target for target in targets):
+    if run.lora_dropout and any("experts" in target.split(".") for target in targets):
         yield Contradiction(
             f"lora_dropout={run.lora_dropout} with target_modules={targets!s:.80}: dropout cannot be applied inside "
             "the grouped expert product, and PEFT refuses it too. Set lora_dropout: 0 or leave experts out",
             "lora_dropout",
-            "target_modules",
-        )
-    if run.use_dora and any("experts" in target for target in targets):
-        yield Contradiction(
-            f"use_dora with target_modules={targets!s:.80}: the rows of experts have no lengths of their own to train, "
-            "in PEFT neither. Drop use_dora, or leave experts out",
-            "use_dora",
             "target_modules",
         )
 

@@ -48,7 +48,7 @@ class Pair:
     """Whether a stack is stored as a matrix, one expert below the other."""
     scaling: float = 1.0
     magnitude: Tensor | None = None
-    """Lengths of the rows of weight and product together [out] (DoRA); None for those that they have."""
+    """Lengths [out] to which the rows of weight plus product are scaled (DoRA); None without."""
 
     @property
     def rank(self) -> int:
@@ -97,8 +97,8 @@ class AdapterContents:
                 pairs[module] = pair
             elif pair.magnitude is not None:
                 raise ModelError(
-                    f"{self.folder}: {module} has a magnitude (use_dora), which is read for layers that LoRA adapts "
-                    "here alone. PEFT's merge_and_unload writes the adapter as a model."
+                    f"{self.folder}: {module} has a magnitude (use_dora), but LoRA does not adapt it here. PEFT's "
+                    "merge_and_unload writes the adapter as a model."
                 )
             else:
                 updates[name] = pair.multiply(None)
@@ -191,7 +191,7 @@ def read_contents(folder: Path, model: PreTrainedModel) -> AdapterContents:
 
     _check_modules_named(folder, config, stored, find_leaves)
     low_rank, full_weights = {}, {}
-    magnitudes = {key.partition(LENGTHS)[0]: stored.pop(key) for key in list(stored) if LENGTHS in key}
+    magnitudes = {key.removesuffix(LENGTHS): stored.pop(key) for key in list(stored) if key.endswith(LENGTHS)}
     for key in stored:
         other = key.replace(".lora_A.", ".lora_B.") if ".lora_A." in key else key.replace(".lora_B.", ".lora_A.")
         if other not in stored:
@@ -236,12 +236,11 @@ def _check_magnitudes(
     """Raise ModelError unless each pair has a magnitude, or none. `unpaired`: modules with a magnitude alone."""
     with_magnitude = {name for name, pair in pairs.items() if pair.magnitude is not None}
     has_magnitudes = bool(config.get("use_dora") or with_magnitude)
-    incomplete = [*unpaired, *(sorted(pairs.keys() - with_magnitude) if has_magnitudes else ())]
-    if incomplete:
-        raise ModelError(
-            f"{folder}: with use_dora each pair has a magnitude, and {incomplete[0]} has one without the other. "
-            "Nothing was written."
-        )
+    reasons = [f"{module} has a magnitude and no pair" for module in unpaired]
+    if has_magnitudes:
+        reasons += [f"the pair of {name} has no magnitude (use_dora)" for name in sorted(pairs.keys() - with_magnitude)]
+    if reasons:
+        raise ModelError(f"{folder}: {reasons[0]}. Are the two files of the same adapter?")
 
 
 def _find_stack(owner: str, leaves: Iterable[str], target_parameters: Iterable[str] | None) -> str | None:

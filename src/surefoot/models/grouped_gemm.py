@@ -264,7 +264,7 @@ def grouped_linear_dw(
         return (
             dw.masked_fill_(groups.is_empty, 0)
             if dtype == dw.dtype
-            else torch.where(groups.is_empty, groups.zero.to(dtype), dw)
+            else torch.where(groups.is_empty, groups.zero.to(dtype), dw).to(dtype)
         )
     return _multiply_pairs_in_turn(dy, x, groups, scale).to(dtype)
 

@@ -126,7 +126,10 @@ def _finds_image_tokens(owner: Any) -> bool:
 
 
 def _find_image_places(owner: Any, input_ids: Tensor | None, inputs_embeds: Tensor, image_features: Tensor) -> Tensor:
-    """Return the mask of the places of images in a row, [R, n, 1], where `get_placeholder_mask` cannot but check."""
+    """Return the mask of the places of images in a row, [R, n, 1]: `get_placeholder_mask` without its check.
+
+    As in `_find_places`, for classes whose own function always compares the places with the vectors.
+    """
     if input_ids is None:
         mask: Tensor = type(owner).get_placeholder_mask(owner, input_ids, inputs_embeds, image_features)
         return mask

@@ -1,4 +1,5 @@
-"""LoRA modules of Surefoot. Base parameters keep their names; `lora_A` and `lora_B` are added beside them.
+"""LoRA modules of Surefoot. Base parameters keep their names; `lora_A` and `lora_B` are added beside them, and with
+DoRA `lora_magnitude`.
 
 They are created before the model is sharded (on the meta device), so a LoRA parameter gets its base's placement; its
 initial value depends on (seed, parameter name) alone, never on rank or topology.
@@ -292,10 +293,11 @@ def checked_targets(model: PreTrainedModel, settings: LoraSettings) -> LoraTarge
         )
     if settings.dora and targets.experts:
         raise ModelError(
-            f"use_dora with {len(targets.experts)} expert stacks among the targets: the rows of experts have no "
-            "lengths of their own to train, in PEFT neither. Drop use_dora, or name targets without experts, such as "
-            "linear."
+            f"use_dora with {len(targets.experts)} expert stacks among the targets: it is of linear layers, here as in "
+            "PEFT. Drop use_dora, or name targets without experts, such as linear."
         )
+    if settings.dora and not targets.linears:
+        raise ModelError("use_dora is of linear layers, and target_modules names none. Drop it, or name some.")
     return targets
 
 

@@ -1,7 +1,7 @@
 """Copies of low-rank pairs in the type of a model's products, made for a layer at once when its forward begins.
 
-Pairs are trained in float32 beside weights in bfloat16, and each is multiplied up to four times in a micro-batch: with
-a cast for each, a layer of experts launches dozens of small kernels. The copies live as long as the forward, or as what
+Pairs are trained in float32 beside weights in bfloat16, and each is multiplied several times in a micro-batch: with a
+cast for each, a layer of experts launches dozens of small kernels. The copies live as long as the forward, or as what
 it saves for the backward.
 
 Independent of files, of experts and of how layers multiply.
@@ -58,7 +58,7 @@ class PairCopies:
         if getattr(gathering, "gradient_checkpointing", False):  # transformers recomputes such a layer without hooks
             checkpoint: Any = gathering._gradient_checkpointing_func
             self._checkpoints[gathering] = checkpoint
-            gathering._gradient_checkpointing_func = copier.in_recomputation(checkpoint)  # type: ignore[assignment]
+            gathering._gradient_checkpointing_func = partial(copier.checkpoint, checkpoint)  # type: ignore[assignment]
 
     def remove(self) -> None:
         """Let each layer cast its own pairs."""
@@ -109,19 +109,18 @@ class _Copier:
         for owner, names in self._owners.items():
             owner.__dict__[COPIES] = {name: next(copies) for name in names}
 
-    def in_recomputation(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function for checkpoints of a layer whose recomputation has copies too."""
+    def checkpoint(self, checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any) -> Any:
+        """Run the forward of a layer by its `checkpoint`, so that the recomputation has copies too."""
+        return checkpoint(partial(self._run, forward), *args)
 
-        def run(forward: Callable[..., Any], *args: Any) -> Any:
-            if any(COPIES in owner.__dict__ for owner in self._owners):  # the first forward: the hook has made them
-                return forward(*args)
-            self.copy()
-            try:
-                return forward(*args)
-            finally:
-                self.release()
-
-        return lambda forward, *args: checkpoint(partial(run, forward), *args)
+    def _run(self, forward: Callable[..., Any], *args: Any) -> Any:
+        if any(COPIES in owner.__dict__ for owner in self._owners):  # the first forward: the hook has made them
+            return forward(*args)
+        self.copy()
+        try:
+            return forward(*args)
+        finally:
+            self.release()
 
     def release(self, *_: Any) -> None:
         """Forget the copies: what the backward needs, it has."""

@@ -64,15 +64,18 @@ class _LowRank(nn.Module):
         return self._multiply(input, self.bias)
 
     def _forward_scaled(self, input: Tensor, magnitude: Tensor, *, has_dropout: bool) -> Tensor:
-        """Scale each row of weight and pair to its length; with dropout its change alone sees dropped inputs."""
+        """Scale each row of weight and pair to its length. With dropout, as in PEFT, the weight alone sees all inputs:
+        what is added to its product is computed from dropped ones.
+        """
         scale = (magnitude / self._row_lengths(input.dtype)).to(input.dtype)
         if not has_dropout:
             y = self._multiply(input, None) * scale
             return y if self.bias is None else y + self.bias
         dropped = F.dropout(input, self.lora_dropout)
+        scaled = self._multiply(dropped, None) * scale
         rows = dropped.reshape(-1, dropped.shape[-1])
-        unscaled = multiply_frozen(rows, None, format_of(self), self._stored()).view(*input.shape[:-1], -1)
-        return super().forward(input) + self._multiply(dropped, None) * scale - unscaled  # type: ignore[no-any-return]
+        unscaled = multiply_frozen(rows, None, format_of(self), self._stored()).view_as(scaled)
+        return super().forward(input) + scaled - unscaled  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def _row_lengths(self, dtype: torch.dtype) -> Tensor:
@@ -149,8 +152,8 @@ def adopt(layer: nn.Module, rank: int, scaling: float, dropout: float, *, has_ma
 class _LoraLinear(torch.autograd.Function):
     """y = x W^T + b + s (x A^T) B^T with W and b frozen: one pass over y forward, and only dx, dA, dB backward.
 
-    `copies`: A and B in the type of x. Their gradients have their own type. The thin products are what is scaled, by
-    the product that computes them.
+    `copies`: A and B in the type of x; their gradients have the type of A and B. The factor s is applied to x A^T and
+    to dy B, by the products that compute these.
     """
 
     @staticmethod
@@ -182,9 +185,9 @@ class _LoraLinear(torch.autograd.Function):
         d_x = None
         if ctx.needs_input_grad[0]:
             d_x = ctx.weight_format.linear_dx(d_rows, stored).addmm_(d_low, a)
-        d_a = multiply_into(ctx.trained_dtype, d_low.t(), rows)
+        d_a = _multiply_into(ctx.trained_dtype, d_low.t(), rows)
         # Thin products are faster with their short side as rows.
-        d_b = multiply_into(ctx.trained_dtype, low.t(), d_rows).t()
+        d_b = _multiply_into(ctx.trained_dtype, low.t(), d_rows).t()
         return d_x, None, d_a, d_b, None, None, None, *(None for _ in stored)
 
 
@@ -194,7 +197,7 @@ def _multiply_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
     return torch.addmm(product, x, y, beta=0, alpha=scale, out=product)
 
 
-def multiply_into(dtype: torch.dtype, x: Tensor, y: Tensor) -> Tensor:
+def _multiply_into(dtype: torch.dtype, x: Tensor, y: Tensor) -> Tensor:
     """Return x @ y in `dtype`; on CUDA the product itself writes that type."""
     if x.is_cuda and x.dtype != dtype:
         return torch.mm(x, y, out_dtype=dtype)

@@ -351,9 +351,10 @@ def _refuse_other_run(loaded: LoadedConfig) -> tuple[str, ...]:
             f"{name}: {source} and another output_dir. overwrite_output_dir: true deletes it ({where})."
         )
     if changes:
-        nothing = "" if list_checkpoints(folder) else " It has no checkpoint yet: only its logs would be lost."
+        has_result = any((folder / name).exists() for name in ("adapter", "model"))
+        only_logs = "" if has_result or list_checkpoints(folder) else ", which has only logs so far"
         raise CheckpointError(
-            f"output_dir={folder} holds another run; it differs in {'; '.join(changes)}. {ways} ({where}).{nothing}"
+            f"output_dir={folder} holds another run; it differs in {'; '.join(changes)}. {ways}{only_logs} ({where})."
         )
     return notes
 

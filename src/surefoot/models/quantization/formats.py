@@ -102,8 +102,8 @@ def _dequantize(values: Tensor, factors: Tensor, block_size: int, shape: torch.S
 @cache
 def _pairs_of_bytes() -> Tensor:
     """Return the two numbers in float32 that each byte stands for, as one number of eight bytes: [256]."""
-    numbers, block_size = torch.arange(256, dtype=torch.uint8), BLOCK_SIZES[0]
-    factors = torch.ones(2 * len(numbers) // block_size, dtype=torch.float32)
+    numbers, block_size = torch.arange(256, dtype=torch.uint8, device="cpu"), BLOCK_SIZES[0]
+    factors = torch.ones(2 * len(numbers) // block_size, dtype=torch.float32, device="cpu")
     shape = torch.Size((len(numbers), 2))
     return _dequantize(numbers, factors, block_size, shape, torch.float32).view(torch.int64)[:, 0]
 
