@@ -50,8 +50,8 @@ def test_it_begins_as_the_base(model_folder: Callable[[str], Path]) -> None:
     folder = model_folder("qwen2")
     built = build_model(folder, lora=DORA, device=CPU, dtype=torch.float32)
     with generating(built.model):
-        found = logits_of(built.model)
-    torch.testing.assert_close(found, logits_of(AutoModelForCausalLM.from_pretrained(folder)), atol=1e-5, rtol=1e-5)
+        logits = logits_of(built.model)
+    torch.testing.assert_close(logits, logits_of(AutoModelForCausalLM.from_pretrained(folder)), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
@@ -60,19 +60,19 @@ def test_loss_and_gradients_are_those_of_peft(kind: str, model_folder: Callable[
     folder = model_folder(kind)
     built = trained(folder)
     adapter = save(built, DORA, tmp_path / "adapter", folder)
-    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), str(adapter), is_trainable=True)
+    peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), str(adapter), is_trainable=True)
     rows = batch([24])
     totals = BatchTotals(rows.num_tokens, rows.num_trained, rows.trained_weight)
     loss = SftObjective(built, 0.0).loss(rows, totals).total
-    wanted = F.cross_entropy(theirs(input_ids=rows.ids).logits[0, rows.target_positions], rows.targets)
+    wanted = F.cross_entropy(peft(input_ids=rows.ids).logits[0, rows.target_positions], rows.targets)
     loss.backward()
     wanted.backward()
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
     names = trainable_parameters(built.model)
     assert sum(name.endswith("lora_magnitude") for name in names) == len(names) / 3
     for name, parameter in names.items():
-        theirs_name = name.replace("lora_magnitude", "lora_magnitude_vector")
-        other = theirs.get_parameter(f"base_model.model.{theirs_name}.default.weight").grad
+        peft_name = name.replace("lora_magnitude", "lora_magnitude_vector")
+        other = peft.get_parameter(f"base_model.model.{peft_name}.default.weight").grad
         assert parameter.grad is not None
         assert other is not None
         torch.testing.assert_close(parameter.grad, other, atol=1e-5, rtol=1e-4)
@@ -135,15 +135,15 @@ def test_dropout_has_the_numbers_of_peft(
     monkeypatch.setattr(F, "dropout", drop)
     built = trained(folder, settings)
     adapter = save(built, settings, tmp_path / "adapter", folder)
-    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), str(adapter), is_trainable=True)
-    theirs.train()
+    peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), str(adapter), is_trainable=True)
+    peft.train()
     rows = batch([24])
     totals = BatchTotals(rows.num_tokens, rows.num_trained, rows.trained_weight)
     objective = SftObjective(built, 0.0)
     losses = [objective.loss(rows, totals).total.item()]
     built.model.eval()
     losses.append(objective.loss(rows, totals).total.item())
-    wanted = F.cross_entropy(theirs(input_ids=rows.ids).logits[0, rows.target_positions], rows.targets).item()
+    wanted = F.cross_entropy(peft(input_ids=rows.ids).logits[0, rows.target_positions], rows.targets).item()
     assert losses[0] == pytest.approx(wanted, rel=1e-5)
     assert losses[1] != pytest.approx(wanted, rel=1e-3)
 
@@ -200,10 +200,10 @@ def test_two_ranks_compute_what_one_does(
     folder = model_folder("mixtral")
     out = tmp_path / "out.safetensors"
     run_program(PROGRAM, folder, name, zero_stage, 1, out, "float32", "dora")
-    found = load_file(out)
+    of_ranks = load_file(out)
     lora = replace(stored_in(name), dora=True, targets=("attention",))
     loss, gradients = loss_and_gradients(build_model(folder, lora=lora, device=CPU, dtype=torch.float32))
-    assert found["loss"].item() == pytest.approx(loss, rel=1e-6)
+    assert of_ranks["loss"].item() == pytest.approx(loss, rel=1e-6)
     assert any(parameter.endswith("lora_magnitude") for parameter in gradients)
     for parameter, gradient in gradients.items():
-        torch.testing.assert_close(found[parameter], 2 * gradient, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(of_ranks[parameter], 2 * gradient, atol=1e-6, rtol=1e-4)

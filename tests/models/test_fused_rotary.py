@@ -29,8 +29,8 @@ def test_logits_and_gradients_stay(kind: str) -> None:
     model = tiny_model(kind)
     wanted, wanted_gradients = run(model)
     assert fuse_rotary(model) == model.config.get_text_config().num_hidden_layers
-    found, gradients = run(model)
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    logits, gradients = run(model)
+    torch.testing.assert_close(logits, wanted, atol=1e-5, rtol=1e-5)
     for gradient, expected in zip(gradients, wanted_gradients, strict=True):
         torch.testing.assert_close(gradient, expected, atol=1e-4, rtol=1e-4)
 

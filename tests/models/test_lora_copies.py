@@ -102,10 +102,10 @@ def test_ranks_copy_what_they_have_gathered(
 ) -> None:
     folder = model_folder("mixtral")
     run_program(PROGRAM, folder, "int8", zero_stage, expert_parallel, tmp_path / "out.safetensors", "bfloat16")
-    found = load_file(tmp_path / "out.safetensors")
+    of_ranks = load_file(tmp_path / "out.safetensors")
     built = build_model(folder, lora=stored_in("int8"), device=CPU, dtype=torch.bfloat16)
     loss, gradients = loss_and_gradients(built)
-    assert found["loss"].item() == pytest.approx(loss, rel=1e-3)
+    assert of_ranks["loss"].item() == pytest.approx(loss, rel=1e-3)
     for name, gradient in gradients.items():
-        difference = (found[name] - 2 * gradient).norm() / (2 * gradient).norm()
+        difference = (of_ranks[name] - 2 * gradient).norm() / (2 * gradient).norm()
         assert difference < 0.05, name
