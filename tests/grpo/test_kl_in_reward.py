@@ -38,7 +38,7 @@ def make_batches() -> list[CompletionBatch]:
 def test_beta_times_the_divergence_is_taken_from_rewards(model_folder: Callable[[str], Path], estimator: str) -> None:
     config = load_config(None, [*SETTINGS, f"advantage_estimator={estimator}"]).run
     assert isinstance(config, GrpoConfig)
-    lora = LoraSettings(4, 8.0, 0.0, False, ["attention"])
+    lora = LoraSettings(4, 8.0, targets=("attention",))
     built = build_model(model_folder("llama"), lora=lora, device=torch.device("cpu"), dtype=torch.float32)
     objective = GrpoObjective(built, config)
     ready = [batch for batch in objective.begin_step(make_batches()) if isinstance(batch, CompletionBatch)]
