@@ -105,7 +105,7 @@ class BuiltModel:
     """Whether float32 weights are trained with bfloat16 arithmetic, so forwards run under autocast."""
     isolation: Isolation
     pair_copies: PairCopies | None
-    """What copies low-rank pairs in the type of the products; None where they have it."""
+    """Hooks that copy low-rank pairs in the type of the products; None where the pairs have that type."""
 
 
 def build_without_storage(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 NAME = "apply_rotary_pos_emb"
-"""What transformers calls the function in each file."""
+"""Name of the function in each file of transformers."""
 PROBE_SHAPE = (2, 3, 5, 8)
 """Batch, heads, tokens and head size of the check."""
 

@@ -43,7 +43,7 @@ def copy_of(module: nn.Module, name: str, dtype: torch.dtype) -> Tensor:
 
 
 class PairCopies:
-    """What copies the pairs of a model's layers when a forward of them begins, in the type of its products."""
+    """The hooks of a model's layers that copy their pairs, in the type of its products, when a forward begins."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         self._handles: list[RemovableHandle] = []
@@ -87,7 +87,7 @@ def _owners_by_gathering(layer: nn.Module) -> Iterator[tuple[nn.Module, dict[nn.
 
 
 class _Copier:
-    """What copies the parameters that one forward gathers."""
+    """A copier of the low-rank parameters that one forward gathers."""
 
     def __init__(self, owners: dict[nn.Module, list[str]], dtype: torch.dtype) -> None:
         self._owners, self._dtype = owners, dtype
