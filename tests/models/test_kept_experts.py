@@ -1,7 +1,9 @@
-"""Selective checkpointing computes the same numbers as checkpointing, without computing experts again."""
+"""A layer that is recomputed computes the same numbers: it sorts no rows again, and selectively computes no experts."""
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,17 +23,20 @@ AUX = 0.01
 
 
 @pytest.fixture
-def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of each forward of experts."""
-    rows: list[int] = []
-    compute = experts._Experts.forward
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """The number of forwards of experts, and how often their rows were sorted."""
+    counts = Counter[str]()
 
-    def count(context: object, hidden: Tensor, *arguments: object) -> Tensor:
-        rows.append(len(hidden))
-        return compute(context, hidden, *arguments)
+    def counting(name: str, function: Callable[..., Any]) -> Any:
+        def count(*arguments: Any, **options: Any) -> Any:
+            counts[name] += 1
+            return function(*arguments, **options)
 
-    monkeypatch.setattr(experts._Experts, "forward", staticmethod(count))
-    return rows
+        return staticmethod(count)
+
+    monkeypatch.setattr(experts._Experts, "forward", counting("forwards", experts._Experts.forward))
+    monkeypatch.setattr(experts._Rows, "of", counting("sorts", experts._Rows.of))
+    return counts
 
 
 def build(folder: Path, checkpointing: Checkpointing, *, is_full: bool) -> BuiltModel:
@@ -41,12 +46,12 @@ def build(folder: Path, checkpointing: Checkpointing, *, is_full: bool) -> Built
     )
 
 
-def gradients(built: BuiltModel, forwards: list[int]) -> dict[str, Tensor]:
-    """Return the loss and the gradients of a step; `forwards` are then those of the step alone."""
+def gradients(built: BuiltModel, calls: Counter[str]) -> dict[str, Tensor]:
+    """Return the loss and the gradients of a step; `calls` are then those of the step alone."""
     torch.manual_seed(0)
     objective, batch = SftObjective(built, AUX), make_batch([9, 20, 14])
     objective.begin_step([batch])
-    forwards.clear()
+    calls.clear()
     terms = objective.loss(batch, BatchTotals(batch.num_tokens, batch.num_trained, batch.trained_weight))
     terms.total.backward()
     found = {"loss": terms.total.detach()}
@@ -55,17 +60,19 @@ def gradients(built: BuiltModel, forwards: list[int]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("is_full", [False, True])
 @pytest.mark.parametrize("kind", ["qwen2_moe", "mixtral", "deepseek_v3"])
-def test_experts_are_computed_once_with_the_same_numbers(
-    kind: str, is_full: bool, model_folder: Make, forwards: list[int]
+def test_a_recomputation_takes_what_the_first_forward_had(
+    kind: str, is_full: bool, model_folder: Make, calls: Counter[str]
 ) -> None:
     folder = model_folder(kind)
-    found, counts = [], []
+    found, forwards, sorts = [], [], []
     for checkpointing in (False, True, "selective"):
-        found.append(gradients(build(folder, checkpointing, is_full=is_full), forwards))
-        counts.append(len(forwards))
+        found.append(gradients(build(folder, checkpointing, is_full=is_full), calls))
+        forwards.append(calls["forwards"])
+        sorts.append(calls["sorts"])
     plain, recomputed, selective = found
-    layers = counts[0]
-    assert counts == [layers, 2 * layers, layers]
+    layers = forwards[0]
+    assert forwards == [layers, 2 * layers, layers]
+    assert sorts == [layers, layers, layers]
     assert plain.keys() == recomputed.keys() == selective.keys()
     for name, gradient in recomputed.items():
         assert torch.equal(selective[name], gradient), name

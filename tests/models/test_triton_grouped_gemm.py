@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from surefoot.models.grouped_gemm import Addends, Groups, LowRank, multiply_parts
 
@@ -118,7 +119,7 @@ def test_products_with_a_part_of_the_groups_are_those_with_all_of_them() -> None
     offsets = torch.tensor(counts).cumsum(0).int()
     addends = Addends(bias, LowRank(low, low_weight, 0.5))
     parts = ((first, weight[first : first + 2].transpose(1, 2)) for first in range(0, groups, 2))
-    found = multiply_parts(x, parts, Groups(offsets, None, "triton"), addends)
+    found = multiply_parts(x, parts, Groups(F.pad(offsets, (1, 0)), None, "triton"), addends)
     assert torch.equal(found, kernels.multiply(x, weight.transpose(1, 2), offsets, addends))
 
 

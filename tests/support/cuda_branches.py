@@ -148,8 +148,8 @@ def multiply_into(dtype: torch.dtype, x: Tensor, y: Tensor) -> Tensor:
 
 
 def spans_of(offsets: Tensor) -> Groups:
-    spans = [(e, begin, end) for e, (begin, end) in enumerate(pairwise([0, *offsets.tolist()]))]
-    return Groups(offsets, spans)
+    bounds = F.pad(offsets, (1, 0))
+    return Groups(bounds, [(e, begin, end) for e, (begin, end) in enumerate(pairwise(bounds.tolist()))])
 
 
 @contextmanager

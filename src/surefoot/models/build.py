@@ -320,8 +320,8 @@ def _prepare_for_training(
         )
     if gradient_checkpointing:
         context_fn: Callable[[], Contexts] = kept_choices or keep_layout_on_recompute
-        if gradient_checkpointing == "selective":
-            context_fn = KeptExperts(context_fn)
+        if experts.can_keep_outputs(model):
+            context_fn = KeptExperts(context_fn, keeps_outputs=gradient_checkpointing == "selective")
         options: dict[str, Any] = {"use_reentrant": False, "context_fn": context_fn}
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
         # transformers makes the outputs of input embeddings need gradients, for reentrant checkpointing. A frozen

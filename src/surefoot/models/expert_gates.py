@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.activations import SiLUActivation
 from transformers.integrations.moe import _default_apply_gate
 
 
@@ -53,4 +54,4 @@ def select_gate(module: Any) -> SwiGLU | ModuleGate:
         return ModuleGate(module.act_fn)
     apply_gate = module._apply_gate
     is_plain = apply_gate.__func__ is _default_apply_gate and module.is_concatenated
-    return SwiGLU() if isinstance(activation, nn.SiLU) and is_plain else ModuleGate(apply_gate)
+    return SwiGLU() if isinstance(activation, (nn.SiLU, SiLUActivation)) and is_plain else ModuleGate(apply_gate)

@@ -13,7 +13,7 @@ Shape suffixes: T tokens, K experts per token, S = T*K rows sorted by expert, E 
 R rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -28,9 +28,9 @@ from surefoot.errors import ModelError
 from surefoot.models.composed_experts import forward_copies, forward_sorted, forward_tokens
 from surefoot.models.expert_gates import ModuleGate, SwiGLU, select_gate
 from surefoot.models.expert_layouts import expert_stacks, layout_of
-from surefoot.models.grouped_gemm import Groups, find_triton_failure, kernel_for
+from surefoot.models.grouped_gemm import Groups, find_triton_failure, integers, kernel_for
 from surefoot.models.grouped_projection import GroupedProjection, Pair, StackKind, StackTensors, computing_dtype
-from surefoot.models.kept_experts import compute_or_take
+from surefoot.models.kept_experts import compute_or_take, sort_or_take
 from surefoot.models.lora_copies import copies_of_pair
 from surefoot.models.quantization.base import FLOAT, format_of, stored_weight
 
@@ -56,10 +56,16 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     biases = [getattr(self, f"{name}_bias") if layout.has_bias else None for name in layout.stacks]
     dtype = computing_dtype(hidden_states, up[0], kind.weight_format)
     pairs = [copies_of_pair(self, name, dtype) for name in layout.stacks]
-    variant = _Variant(kind, select_gate(self))
     tensors = (up[0], down[0], *adapters, *biases, *up[1:], *down[1:])
-    arguments = (hidden_states, top_k_index, top_k_weights, variant, dtype, pairs, *tensors)
-    return compute_or_take(lambda: _Experts.apply(*arguments))  # type: ignore[no-untyped-call]
+    widths, in_parts = (*up[0].shape[1:], *down[0].shape[1:]), kind.weight_format is not FLOAT
+
+    def compute() -> Tensor:
+        num_experts = up[0].shape[0]
+        rows = sort_or_take(lambda: _Rows.of(top_k_index, num_experts, dtype, widths, in_parts=in_parts))
+        variant = _Variant(kind, select_gate(self), rows.groups)
+        return _Experts.apply(hidden_states, top_k_weights, rows, variant, dtype, pairs, *tensors)  # type: ignore[no-any-return,no-untyped-call]
+
+    return compute_or_take(compute)
 
 
 def can_keep_outputs(model: PreTrainedModel) -> bool:
@@ -101,14 +107,41 @@ def plug_in(model: PreTrainedModel) -> None:
 
 
 @dataclass(frozen=True)
+class _Rows:
+    """A row for each expert that a token chose, sorted by expert. Shapes: int64 [S]."""
+
+    groups: Groups
+    choices: Tensor
+    """Place of each row among the choices [T, K]."""
+    tokens: Tensor
+    """Token of each row."""
+    positions: Tensor
+    """Row of each choice."""
+
+    @classmethod
+    def of(
+        cls, index_TK: Tensor, num_experts: int, dtype: torch.dtype, widths: Iterable[int], *, in_parts: bool
+    ) -> "_Rows":
+        """Sort the choices of tokens; the other arguments are those of `Groups.of`."""
+        # Sorting takes a pass for each byte of a key.
+        key_dtype = torch.int16 if num_experts < torch.iinfo(torch.int16).max else torch.int32
+        ids, choice_S = torch.sort(index_TK.reshape(-1).to(key_dtype), stable=True)
+        groups = Groups.of(ids, num_experts, dtype, widths, in_parts=in_parts)
+        position_S = torch.empty_like(choice_S)
+        position_S.scatter_(0, choice_S, integers(0, choice_S.numel(), choice_S))
+        return cls(groups, choice_S, choice_S // index_TK.shape[1], position_S)
+
+
+@dataclass(frozen=True)
 class _Variant:
-    """Settings of a module of experts."""
+    """Settings of a module of experts, for the rows of one batch."""
 
     kind: StackKind
     gate: SwiGLU | ModuleGate
+    groups: Groups
 
     def projections(
-        self, tensors: Sequence[Any], groups: Groups, dtype: torch.dtype, pairs: Sequence[Pair | None]
+        self, tensors: Sequence[Any], dtype: torch.dtype, pairs: Sequence[Pair | None]
     ) -> tuple[GroupedProjection, GroupedProjection]:
         """Return both projections, with their low-rank pairs; `tensors` as `_Experts.forward` takes them."""
         up, down, up_a, up_b, down_a, down_b, up_bias, down_bias, *companions = tensors
@@ -116,8 +149,8 @@ class _Variant:
         first = StackTensors([up, *companions[:half]], up_a, up_b, up_bias)
         second = StackTensors([down, *companions[half:]], down_a, down_b, down_bias)
         return (
-            GroupedProjection(self.kind, first, groups, dtype, pairs[0]),
-            GroupedProjection(self.kind, second, groups, dtype, pairs[1]),
+            GroupedProjection(self.kind, first, self.groups, dtype, pairs[0]),
+            GroupedProjection(self.kind, second, self.groups, dtype, pairs[1]),
         )
 
 
@@ -133,8 +166,8 @@ class _Experts(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden_TH: Tensor,
-        index_TK: Tensor,
         weights_TK: Tensor,
+        rows: _Rows,
         variant: _Variant,
         dtype: torch.dtype,
         pairs: Sequence[Pair | None],
@@ -144,28 +177,18 @@ class _Experts(torch.autograd.Function):
 
         `tensors`: both stacks; A and B of both, and both biases, each a tensor or None; other stored tensors.
         """
-        tokens, top_k = index_TK.shape
-        # Sorting takes a pass for each byte of a key.
-        key_dtype = torch.int16 if tensors[0].shape[0] < torch.iinfo(torch.int16).max else torch.int32
-        ids, order_S = torch.sort(index_TK.reshape(-1).to(key_dtype), stable=True)
-        widths, in_parts = (*tensors[0].shape[1:], *tensors[1].shape[1:]), variant.kind.weight_format is not FLOAT
-        groups = Groups.of(ids, tensors[0].shape[0], dtype, widths, in_parts=in_parts)
-        up, down = variant.projections(tensors, groups, dtype, pairs)
-        token_S = order_S // top_k
-
-        gate_up_S, up_low_SR = up.forward(hidden_TH.to(dtype)[token_S])
+        up, down = variant.projections(tensors, dtype, pairs)
+        gate_up_S, up_low_SR = up.forward(hidden_TH.to(dtype)[rows.tokens])
         out_SH, down_low_SR = down.forward(variant.gate.forward(gate_up_S))
 
-        weight_S = weights_TK.reshape(-1)[order_S].to(dtype)
-        position_S = torch.empty_like(order_S)
-        position_S.scatter_(0, order_S, torch.arange(order_S.numel(), device=order_S.device))
-        out_TH = out_SH.mul_(weight_S[:, None])[position_S].view(tokens, top_k, out_SH.shape[1]).sum(1)
+        weight_S = weights_TK.reshape(-1)[rows.choices].to(dtype)
+        out_TH = out_SH.mul_(weight_S[:, None])[rows.positions].view(*weights_TK.shape, out_SH.shape[1]).sum(1)
 
         multiplied = [tensor for projection in (up, down) for tensor in projection.pair or (None, None)]
         ctx.save_for_backward(
-            hidden_TH, token_S, position_S, weight_S, gate_up_S, up_low_SR, down_low_SR, *multiplied, *tensors
+            hidden_TH, rows.tokens, rows.positions, weight_S, gate_up_S, up_low_SR, down_low_SR, *multiplied, *tensors
         )
-        ctx.variant, ctx.groups, ctx.top_k, ctx.weights_dtype = variant, groups, top_k, weights_TK.dtype
+        ctx.variant, ctx.choices_shape, ctx.weights_dtype = variant, weights_TK.shape, weights_TK.dtype
         return out_TH.to(hidden_TH.dtype)
 
     @staticmethod
@@ -174,22 +197,23 @@ class _Experts(torch.autograd.Function):
         hidden_TH, token_S, position_S, weight_S, gate_up_S, up_low_SR, down_low_SR, *others = ctx.saved_tensors
         up_a, up_b, down_a, down_b, *tensors = others
         pairs = [(a, b) if a is not None else None for a, b in ((up_a, up_b), (down_a, down_b))]
-        dtype, tokens = gate_up_S.dtype, hidden_TH.shape[0]
-        up, down = ctx.variant.projections(tensors, ctx.groups, dtype, pairs)
-        needs_hidden, _, needs_weights, _, _, _, *needs = ctx.needs_input_grad
+        dtype = gate_up_S.dtype
+        up, down = ctx.variant.projections(tensors, dtype, pairs)
+        needs_hidden, needs_weights, _, _, _, _, *needs = ctx.needs_input_grad
         needs_of_up, needs_of_down = (needs[0], *needs[2:4], needs[6]), (needs[1], *needs[4:6], needs[7])
 
         g_SH = d_out_TH.to(dtype)[token_S]  # gradient by the combined rows, before the routing weight
         g_low_SR = down.low_gradient(g_SH)
         d_act_SI = down.input_gradient(g_SH, g_low_SR)
-        unweighted_SI = d_act_SI.clone() if needs_weights else None
-        act_SI, d_gate_up_S = ctx.variant.gate.backward(d_act_SI.mul_(weight_S[:, None]), gate_up_S)
+        unweighted_SI = d_act_SI if needs_weights else None
+        d_act_SI = d_act_SI * weight_S[:, None] if needs_weights else d_act_SI.mul_(weight_S[:, None])
+        act_SI, d_gate_up_S = ctx.variant.gate.backward(d_act_SI, gate_up_S)
         d_weights = None
         if unweighted_SI is not None:
             d_weight_S = unweighted_SI.mul_(act_SI).sum(-1)
             from_bias_S = down.dot_bias(g_SH)
             d_weight_S = d_weight_S if from_bias_S is None else d_weight_S.add_(from_bias_S)
-            d_weights = d_weight_S[position_S].view(tokens, ctx.top_k).to(ctx.weights_dtype)
+            d_weights = d_weight_S[position_S].view(ctx.choices_shape).to(ctx.weights_dtype)
         by_down = down.parameter_gradients(needs_of_down, g_SH, act_SI, down_low_SR, g_low_SR, weight_S[:, None])
         del act_SI, d_act_SI, unweighted_SI
 
@@ -199,9 +223,9 @@ class _Experts(torch.autograd.Function):
         d_hidden = None
         if needs_hidden:
             d_x_SH = up.input_gradient(d_gate_up_S, d_low_SR)
-            d_hidden = d_x_SH[position_S].view(tokens, ctx.top_k, d_x_SH.shape[1]).sum(1).to(hidden_TH.dtype)
+            d_hidden = d_x_SH[position_S].view(*ctx.choices_shape, d_x_SH.shape[1]).sum(1).to(hidden_TH.dtype)
         return (
-            d_hidden, None, d_weights, None, None, None, by_up[0], by_down[0],
+            d_hidden, d_weights, None, None, None, None, by_up[0], by_down[0],
             *by_up[1:3], *by_down[1:3], by_up[3], by_down[3], *(None for _ in tensors[8:]),
         )  # fmt: skip
 

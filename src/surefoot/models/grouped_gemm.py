@@ -9,7 +9,8 @@ Shapes: S rows sorted by group, E groups; `x [S, in]`, `dy [S, out]`, `weight [E
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import torch
@@ -37,8 +38,8 @@ Kernel = Literal["torch", "triton"]
 class Groups:
     """Assignment of S sorted rows to E groups."""
 
-    offsets: Tensor
-    """End of each group, int32 [E]."""
+    bounds: Tensor
+    """End of each group, behind a 0: int32 [E + 1]."""
     spans: list[tuple[int, int, int]] | None
     """(group, begin, end) of each non-empty group on the host; None where one kernel computes all groups."""
     kernel: Kernel | None = None
@@ -54,42 +55,56 @@ class Groups:
         there a few groups at a time.
         """
         if isinstance(ids, FakeTensor):  # without values: one group has all rows, which needs the same memory and work
-            return cls(ids.new_empty(num_groups, dtype=torch.int32), [(0, 0, len(ids))])
-        numbers = torch.arange(num_groups, dtype=ids.dtype, device=ids.device)
-        offsets = torch.searchsorted(ids, numbers, right=True, out_int32=True)
+            return cls(ids.new_empty(num_groups + 1, dtype=torch.int32), [(0, 0, len(ids))])
+        bounds = torch.searchsorted(ids, integers(-1, num_groups, ids), right=True, out_int32=True)
         if kernel := select_kernel(ids.device, dtype, widths, in_parts=in_parts):
-            return cls(offsets, None, kernel)
-        ends = offsets.tolist()
-        spans = [
-            (e, begin, end) for e, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)) if end > begin
-        ]
-        return cls(offsets, spans)
+            return cls(bounds, None, kernel)
+        spans = [(e, begin, end) for e, (begin, end) in enumerate(pairwise(bounds.tolist())) if end > begin]
+        return cls(bounds, spans)
 
     @property
     def count(self) -> int:
         """Number of groups."""
-        return self.offsets.shape[0]
+        return self.bounds.shape[0] - 1
+
+    @property
+    def offsets(self) -> Tensor:
+        """End of each group, int32 [E]."""
+        return self.bounds[1:]
 
     @property
     def takes_parts(self) -> bool:
         """Whether a few groups at a time are multiplied with `multiply_parts`; as forecasts assume without values."""
-        return self.spans is None or isinstance(self.offsets, FakeTensor)
+        return self.spans is None or isinstance(self.bounds, FakeTensor)
 
     @cached_property
     def sizes(self) -> Tensor:
         """Rows per group, int64 [E]."""
-        return self.offsets.diff(prepend=self.offsets.new_zeros(1)).long()
+        return self.bounds.diff().long()
 
     @cached_property
     def is_empty(self) -> Tensor:
         """Whether each group has no rows, bool [E, 1, 1]."""
-        begins = torch.cat([self.offsets.new_zeros(1), self.offsets[:-1]])
-        return (self.offsets == begins)[:, None, None]
+        return (self.bounds[1:] == self.bounds[:-1])[:, None, None]
 
-    @cached_property
-    def zero(self) -> Tensor:
-        """A zero for each group, float32 [1, 1, 1]."""
-        return torch.zeros(1, 1, 1, device=self.offsets.device)
+
+def integers(begin: int, end: int, like: Tensor) -> Tensor:
+    """Return the integers `begin <= n < end` in the type of `like`, beside it; kept for the layers that follow."""
+    if isinstance(like, FakeTensor):
+        return torch.arange(begin, end, dtype=like.dtype, device=like.device)
+    return _integers(begin, end, like.dtype, like.device)
+
+
+@lru_cache(maxsize=8)
+@torch.inference_mode(mode=False)
+def _integers(begin: int, end: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.arange(begin, end, dtype=dtype, device=device)
+
+
+@cache
+@torch.inference_mode(mode=False)
+def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(1, 1, 1, dtype=dtype, device=device)
 
 
 class LowRank(NamedTuple):
@@ -152,7 +167,7 @@ def kernel_for(
 def find_triton_failure(device: torch.device) -> str | None:
     """Return why Triton's kernels do not run on a GPU, such as a missing compiler for C; None if they do."""
     rows = torch.ones(1, STRIDE_ELEMENTS, dtype=torch.bfloat16, device=device)
-    groups = Groups(torch.ones(1, dtype=torch.int32, device=device), None, "triton")
+    groups = Groups(torch.arange(2, dtype=torch.int32, device=device), None, "triton")
     try:
         sums = [grouped_linear(rows, rows[None], groups), grouped_linear_dw(rows, rows, groups)]
         total = sum(float(product.sum()) for product in sums)  # waits for what fails later
@@ -264,7 +279,7 @@ def grouped_linear_dw(
         return (
             dw.masked_fill_(groups.is_empty, 0)
             if dtype == dw.dtype
-            else torch.where(groups.is_empty, groups.zero.to(dtype), dw).to(dtype)
+            else torch.where(groups.is_empty, _zero(dtype, dw.device), dw).to(dtype)
         )
     return _multiply_pairs_in_turn(dy, x, groups, scale).to(dtype)
 

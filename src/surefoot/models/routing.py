@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -212,12 +213,14 @@ def check_recorded(layers: list[LayerRouting], names: list[str]) -> None:
 def expert_counts(layers: list[LayerRouting], num_experts: int, is_counted: Tensor | None = None) -> Tensor:
     """Count the rows sent to each expert: int64 [layers, E]. `is_counted`: whether each token is, bool [T]."""
     first = layers[0].index
-    counts = first.new_zeros(len(layers), num_experts)
     weights = (first.new_ones(1) if is_counted is None else is_counted.to(first.dtype))[:, None]
-    for layer_counts, layer in zip(counts, layers, strict=True):
+    counts = []
+    for _, alike in groupby(layers, key=lambda layer: layer.index.shape):  # layers that choose as many: all at once
+        index = torch.stack([layer.index for layer in alike])
         # bincount would make the host wait for the device.
-        layer_counts.scatter_add_(0, layer.index.reshape(-1), weights.expand_as(layer.index).reshape(-1))
-    return counts
+        of_layers = index.new_zeros(len(index), num_experts)
+        counts.append(of_layers.scatter_add_(1, index.flatten(1), weights.expand_as(index).flatten(1)))
+    return torch.cat(counts)
 
 
 def load_balancing_loss(layers: list[LayerRouting], counts: Tensor, num_tokens: int) -> Tensor:
