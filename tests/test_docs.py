@@ -53,12 +53,19 @@ def test_the_pages_of_models_are_made_from_the_results_of_the_suite() -> None:
         assert (ROOT / "docs" / name).read_text("utf-8") == made, "python docs/list_models.py"
 
 
-def test_the_curve_is_drawn_from_the_table() -> None:
-    made = runpy.run_path(str(ROOT / "docs" / "sums_curve.py"))
-    curves = made["read_table"]((ROOT / "docs" / "grpo.md").read_text("utf-8"))
-    assert [(name, len(rewards)) for name, rewards in curves] == [("local", 8), ("vLLM 0.32 on the CPU", 6)]
-    assert all(max(rewards) - rewards[0] >= 0.25 for _, rewards in curves)
-    assert (ROOT / "docs" / "sums.svg").read_text("utf-8") == made["draw"](curves), "python docs/sums_curve.py"
+def test_the_curves_are_drawn_from_the_tables() -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "draw_curves.py"))
+    curves = made["read_means"]((ROOT / "docs" / "grpo.md").read_text("utf-8"))
+    assert [(name, len(points)) for name, points in curves] == [("local", 8), ("vLLM 0.32 on the CPU", 6)]
+    assert all(max(value for _, value in points) - points[0][1] >= 0.25 for _, points in curves)
+    assert made["read_steps"]("| step | 1 | 4 |\n|---|---|---|\n| `a` | 0.5 | |\n| b | -1 | 2 |\n", "`a`", "b") == [
+        ("a", [(1.0, 0.5)]),
+        ("b", [(1.0, -1.0), (4.0, 2.0)]),
+    ]
+    pictures = made["pictures"]()
+    assert [picture.count("<polyline") for picture in pictures.values()] == [2, 2, 1]
+    for name, picture in pictures.items():
+        assert (ROOT / "docs" / name).read_text("utf-8") == picture, "python docs/draw_curves.py"
 
 
 def test_what_is_claimed_names_a_test() -> None:
