@@ -30,6 +30,14 @@ AXOLOTL = "base_model: m\ndatasets: [{path: d}]\nadapter: lora\n"
         (f"{TRL} --lora_dropout 0.1", {"lora_dropout": None}),
         (f"{TRL} --lora_dropout 0.1 --disable_dropout false", {"lora_dropout": None}),
         (f"{TRL} --ref_model m --precompute_ref_log_probs true", {"method": "dpo"}),
+        (
+            SWIFT.replace("dpo", "simpo"),
+            {"method": "dpo", "loss_type": "simpo", "beta": 2.0, "simpo_gamma": 1.0, "sft_weight": 1.0},
+        ),
+        (
+            f"{SWIFT.replace('dpo', 'cpo')} --cpo_alpha 0.3",
+            {"method": "dpo", "loss_type": "cpo", "beta": 0.1, "simpo_gamma": None, "sft_weight": 0.3},
+        ),
         (f"{SWIFT} --beta 0.3 --ld_alpha 0.5", {"method": "dpo", "beta": 0.3, "ld_alpha": 0.5, "lora_dropout": None}),
     ],
 )
@@ -46,6 +54,10 @@ def test_commands_carry_their_loss(words: str, expected: dict[str, Any]) -> None
         (f"{LLAMAFACTORY}pref_ftx: 0.2\n", {"method": "dpo", "sft_weight": 0.2}),
         (f"{AXOLOTL}rl: dpo\nrl_beta: 0.2\n", {"method": "dpo", "beta": 0.2}),
         (f"{AXOLOTL}rl: ipo\n", {"method": "dpo", "loss_type": "ipo"}),
+        (f"{AXOLOTL}rl: simpo\n",
+         {"method": "dpo", "loss_type": "simpo", "beta": 0.1, "simpo_gamma": 0.5, "sft_weight": 1.0}),
+        (f"{AXOLOTL}rl: simpo\nrl_beta: 2.5\nsimpo_gamma: 0.8\ncpo_alpha: 0\n",
+         {"loss_type": "simpo", "beta": 2.5, "simpo_gamma": 0.8, "sft_weight": 0}),
         (f"{AXOLOTL}rl: dpo\ndpo_norm_loss: true\n", {"loss_type": "sigmoid_norm"}),
         (f"{AXOLOTL}rl: dpo\ndpo_loss_type: [ipo]\n", {"loss_type": "ipo"}),
     ],
@@ -73,6 +85,11 @@ def test_what_would_learn_something_else_is_refused(options: str, message: str) 
         import_command(f"{TRL} {options}")
 
 
+def test_a_loss_that_dpo_has_only_with_a_reference_is_refused() -> None:
+    with pytest.raises(ConfigError, match="loss_type='hinge'.*one of sigmoid, simpo"):
+        import_command(f"{SWIFT.replace('dpo', 'cpo')} --loss_type hinge")
+
+
 @pytest.mark.parametrize("options", ["--adapters a", "--adapters a --ref_adapters b", "--ref_adapters a"])
 def test_an_adapter_to_start_from_is_the_reference_or_refused(options: str) -> None:
     """Peers compare with the model without any adapter, unless another setting names the same one."""
@@ -80,6 +97,7 @@ def test_an_adapter_to_start_from_is_the_reference_or_refused(options: str) -> N
         import_command(f"{SWIFT} {options}")
     assert get_values(import_command(f"{SWIFT} --adapters a --ref_adapters a"))["init_adapter"] == "a"
     assert get_values(import_command(f"{SWIFT} --loss_type simpo --adapters a"))["init_adapter"] == "a"
+    assert get_values(import_command(f"{SWIFT.replace('dpo', 'simpo')} --adapters a"))["init_adapter"] == "a"
 
 
 def test_a_file_whose_method_is_guessed_says_so(tmp_path: Path) -> None:

@@ -487,6 +487,7 @@ def test_positions_that_were_scaled_are_counted(grpo: dict[str, Any], tmp_path: 
         ({"truncation": "right"}, "truncation=right"),
         ({"rollout_engine": "vllm", "vllm_server": "https://x:1"}, "vllm_server=https://x:1 .*http://"),
         ({"rollout_engine": "vllm", "vllm_server": "http://127.0.0.1:99999"}, "vllm_server=.*:99999 "),
+        ({"rollout_engine": "vllm", "vllm_server": "http://gpu1:80/v1/"}, "Drop /v1: vllm_server: http://gpu1:80 "),
         ({"rollout_engine": "vllm", "top_p": 0.9, "temperature": 0.9}, "rollout_engine=vllm .*top_p .*temperature=0.9"),
         ({"rollout_engine": "vllm", "target_modules": ["router"]}, "rollout_engine=vllm .*router .*target"),
         ({"method": "sft"}, "reward_funcs.* method: grpo"),

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from surefoot.config.schema import PROMPT, Contradiction, Free, RowKind, RunConfig
+from surefoot.config.validate import MOST_PORT
 from surefoot.config.vllm_args import (
     MEMORY_SHARE,
     MOST_TOKENS,
@@ -19,7 +20,17 @@ from surefoot.config.vllm_args import (
 )
 
 VLLM_ADDRESS = re.compile(r"^http://[^\s/:]+:(\d{1,5})/?$")
-MOST_PORT = 65535
+
+
+def check_address(name: str, address: str | None) -> Iterator[Contradiction]:
+    """Yield what is wrong with the address of a vLLM server, if anything is. `name`: of its setting."""
+    if address is None:
+        return
+    match = VLLM_ADDRESS.match(address)
+    if match is None or int(match[1]) > MOST_PORT:
+        base = address.rstrip("/").removesuffix("/v1")
+        fix = f". Drop /v1: {name}: {base}" if VLLM_ADDRESS.match(base) and base != address.rstrip("/") else ""
+        yield Contradiction(f"{name}={address:.80} is no address of the form http://127.0.0.1:8000{fix}", name)
 
 
 class RolloutConfig(RunConfig):
@@ -150,11 +161,7 @@ class RolloutConfig(RunConfig):
             yield Contradiction(
                 "vllm_sleep with device=cpu: vLLM does not have it on the CPU. Drop it", "vllm_sleep", "device"
             )
-        address = VLLM_ADDRESS.match(self.vllm_server or "http://127.0.0.1:1")
-        if address is None or int(address[1]) > MOST_PORT:
-            yield Contradiction(
-                f"vllm_server={self.vllm_server!s:.80} is no address of the form http://127.0.0.1:8000", "vllm_server"
-            )
+        yield from check_address("vllm_server", self.vllm_server)
         targets = [self.target_modules] if isinstance(self.target_modules, str) else self.target_modules
         unsent = {
             "router": "routers are trained in full, and beside full fine-tuning only adapters are sent to a server",

@@ -35,7 +35,7 @@ from surefoot.migrate.peer_tables import (
     VLLM_FLAGS,
     VLLM_OPTIONS,
 )
-from surefoot.migrate.preferences import LIMITS, METHODS
+from surefoot.migrate.preferences import LIMITS, METHODS, map_cpo
 from surefoot.migrate.quantization import note_quantization
 from surefoot.migrate.rollout_engine import choose_rollout_engine
 from surefoot.migrate.schedules import note_schedule
@@ -147,6 +147,11 @@ def _start_import(imported: ImportedRun) -> None:
     if run.method == "rloo" and run.program == "TRL":
         run.method = "grpo"
         imported.settings |= {name: (value, "the RLOO trainer of TRL") for name, value in map_trl_rloo(run).items()}
+    if run.method in ("cpo", "simpo"):
+        origin = (
+            f"the CPO trainer of TRL, which {run.program} uses" if run.program != "TRL" else "the CPO trainer of TRL"
+        )
+        imported.settings |= {name: (value, origin) for name, value in map_cpo(run).items()}
     if run.method == "ipo" and run.program == "axolotl":  # there a method of its own
         run.method = "dpo"
         imported.settings["loss_type"] = ("ipo", f"rl of {run.get_location('rl')}")

@@ -22,13 +22,16 @@ LOSSES = {
 """Method -> the losses that it has."""
 NAMES = {
     "pref_beta": "beta", "rl_beta": "beta", "dpo_beta": "beta", "orpo_alpha": "beta", "rpo_alpha": "sft_weight",
-    "pref_ftx": "sft_weight", "dpo_label_smoothing": "label_smoothing", "kto_chosen_weight": "desirable_weight",
+    "pref_ftx": "sft_weight", "cpo_alpha": "sft_weight", "dpo_label_smoothing": "label_smoothing",
+    "kto_chosen_weight": "desirable_weight",
     "kto_desirable_weight": "desirable_weight", "kto_rejected_weight": "undesirable_weight",
     "kto_undesirable_weight": "undesirable_weight",
 }  # fmt: skip
 """Peer setting -> the setting with the same meaning."""
 LOSS_SETTINGS = ("loss_type", "pref_loss", "dpo_loss_type")
 LOSS_WEIGHTS = ("loss_weights", "dpo_loss_weights")
+CPO_LOSSES = {"sigmoid": "cpo", "simpo": "simpo"}
+"""Loss of TRL's CPO trainer -> the same of method dpo."""
 SFT_LOSS = "sft"
 """TRL's name of the chosen answers' likelihood in a list of losses."""
 NO_EFFECT = frozenset(
@@ -130,6 +133,24 @@ def map_preferences(run: ParsedRun, name: str, value: Any) -> Mapped:
     if name in NAMES:
         return {} if is_null(value) else {surefoot_name: parse_number(value)}
     return ...
+
+
+def map_cpo(run: ParsedRun) -> dict[str, Any]:
+    """Make a run of CPO or SimPO, without a reference, one of DPO; return the settings that the peer takes by default.
+
+    Raises: ConfigError for a loss that DPO has only with a reference.
+    """
+    (loss,) = _losses_of(run) or ["simpo" if run.method == "simpo" else "sigmoid"]
+    if loss not in CPO_LOSSES:
+        raise run.make_value_error("loss_type", loss, f"one of {', '.join(CPO_LOSSES)}")
+    for name in LOSS_SETTINGS:
+        run.settings.pop(name, None)
+    defaults = {"beta": 0.1, "sft_weight": 1.0}
+    if loss == "simpo":
+        defaults |= {"beta": 2.0, "simpo_gamma": 1.0} if run.program == "ms-swift" else {"simpo_gamma": 0.5}
+    run.method, run.settings["loss_type"] = "dpo", CPO_LOSSES[loss]
+    written = {NAMES.get(name, name) for name in run.settings}
+    return {name: value for name, value in defaults.items() if name not in written}
 
 
 def _has_reference(run: ParsedRun) -> bool:

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from surefoot.config.rollout import MOST_PORT, VLLM_ADDRESS, RolloutConfig
+from surefoot.config.rollout import RolloutConfig, check_address
 from surefoot.config.schema import CONVERSATION, PROMPT, Contradiction, Free, ModelBeside, RowKind, RunConfig
 
 OF_ROLLOUTS = (
@@ -166,12 +166,7 @@ class DistillConfig(RolloutConfig):
                     "teacher_timeout_s",
                 )
             return
-        address = VLLM_ADDRESS.match(self.teacher_server)
-        if address is None or int(address[1]) > MOST_PORT:
-            yield Contradiction(
-                f"teacher_server={self.teacher_server:.80} is no address of the form http://127.0.0.1:8000",
-                "teacher_server",
-            )
+        yield from check_address("teacher_server", self.teacher_server)
         if not self.teacher_top_k:
             yield Contradiction(
                 "teacher_server with teacher_top_k=0: a server gives the likeliest tokens, and no whole distribution. "
