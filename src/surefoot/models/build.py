@@ -28,6 +28,7 @@ from surefoot.models.attention_math import leave_out_cudnn
 from surefoot.models.checkpoint_weights import CheckpointWeights
 from surefoot.models.decoder_layers import class_name, decoder_layers, indexer_names
 from surefoot.models.dtensor_blocks import load_full
+from surefoot.models.fused_gates import fuse_gates
 from surefoot.models.fused_norms import fuse_norms
 from surefoot.models.fused_rotary import fuse_rotary
 from surefoot.models.isolation import Isolation, isolate_samples, isolate_without_values
@@ -141,6 +142,7 @@ def build_without_storage(
         model.tie_weights()  # which transformers leaves out with the initial values
         targets = attach(model, lora) if lora is not None else None
     experts.plug_in(model)
+    fuse_gates(model)
     if targets is not None:
         mark_trainable(model, targets)
     else:
@@ -230,6 +232,7 @@ def build_model(
         )
     experts.plug_in(model)
     vision.plug_in(model)
+    fuse_gates(model)
     fuse_rotary(model)
     if is_offloaded:
         _move_whole_tensors(model, device)

@@ -9,28 +9,24 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers.activations import SiLUActivation
+from torch import Tensor
 from transformers.integrations.moe import _default_apply_gate
+
+from surefoot.models.silu_gate import SILUS, compute_product, differentiate
 
 
 class SwiGLU:
-    """The gate silu(gate) * up over concatenated halves, with few passes over memory."""
+    """The gate silu(gate) * up over concatenated halves."""
 
     def forward(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return compute_product(*gate_up.chunk(2, dim=-1))
 
     def backward(self, d_act: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
         """Return (activation, gradient by gate_up); `d_act` is overwritten."""
         gate, up = gate_up.chunk(2, dim=-1)
         d_gate_up = torch.empty_like(gate_up)
         d_gate, d_up = d_gate_up.chunk(2, dim=-1)
-        act = F.silu(gate)
-        torch.mul(d_act, act, out=d_up)
-        torch.ops.aten.silu_backward.grad_input(d_act.mul_(up), gate, grad_input=d_gate)
-        return act.mul_(up), d_gate_up
+        return differentiate(d_act, gate, up, d_gate=d_gate, d_up=d_up), d_gate_up
 
 
 class ModuleGate:
@@ -54,4 +50,4 @@ def select_gate(module: Any) -> SwiGLU | ModuleGate:
         return ModuleGate(module.act_fn)
     apply_gate = module._apply_gate
     is_plain = apply_gate.__func__ is _default_apply_gate and module.is_concatenated
-    return SwiGLU() if isinstance(activation, (nn.SiLU, SiLUActivation)) and is_plain else ModuleGate(apply_gate)
+    return SwiGLU() if isinstance(activation, SILUS) and is_plain else ModuleGate(apply_gate)

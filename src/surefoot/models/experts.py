@@ -61,7 +61,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 
     def compute() -> Tensor:
         num_experts = up[0].shape[0]
-        rows = sort_or_take(lambda: _Rows.of(top_k_index, num_experts, dtype, widths, in_parts=in_parts))
+        rows = sort_or_take(lambda: _Rows.of(top_k_index, top_k_weights, num_experts, dtype, widths, in_parts=in_parts))
         variant = _Variant(kind, select_gate(self), rows.groups)
         return _Experts.apply(hidden_states, top_k_weights, rows, variant, dtype, pairs, *tensors)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -108,11 +108,11 @@ def plug_in(model: PreTrainedModel) -> None:
 
 @dataclass(frozen=True)
 class _Rows:
-    """A row for each expert that a token chose, sorted by expert. Shapes: int64 [S]."""
+    """A row for each expert that a token chose, sorted by expert. Shapes: [S]."""
 
     groups: Groups
-    choices: Tensor
-    """Place of each row among the choices [T, K]."""
+    weights: Tensor
+    """Routing weight of each row, in the type of the products and without graph."""
     tokens: Tensor
     """Token of each row."""
     positions: Tensor
@@ -120,16 +120,24 @@ class _Rows:
 
     @classmethod
     def of(
-        cls, index_TK: Tensor, num_experts: int, dtype: torch.dtype, widths: Iterable[int], *, in_parts: bool
+        cls,
+        index_TK: Tensor,
+        weights_TK: Tensor,
+        num_experts: int,
+        dtype: torch.dtype,
+        widths: Iterable[int],
+        *,
+        in_parts: bool,
     ) -> "_Rows":
-        """Sort the choices of tokens; the other arguments are those of `Groups.of`."""
+        """Sort the choices of tokens and their weights; the other arguments are those of `Groups.of`."""
         # Sorting takes a pass for each byte of a key.
         key_dtype = torch.int16 if num_experts < torch.iinfo(torch.int16).max else torch.int32
         ids, choice_S = torch.sort(index_TK.reshape(-1).to(key_dtype), stable=True)
         groups = Groups.of(ids, num_experts, dtype, widths, in_parts=in_parts)
         position_S = torch.empty_like(choice_S)
         position_S.scatter_(0, choice_S, integers(0, choice_S.numel(), choice_S))
-        return cls(groups, choice_S, choice_S // index_TK.shape[1], position_S)
+        weight_S = weights_TK.detach().reshape(-1)[choice_S].to(dtype)
+        return cls(groups, weight_S, choice_S // index_TK.shape[1], position_S)
 
 
 @dataclass(frozen=True)
@@ -181,12 +189,19 @@ class _Experts(torch.autograd.Function):
         gate_up_S, up_low_SR = up.forward(hidden_TH.to(dtype)[rows.tokens])
         out_SH, down_low_SR = down.forward(variant.gate.forward(gate_up_S))
 
-        weight_S = weights_TK.reshape(-1)[rows.choices].to(dtype)
-        out_TH = out_SH.mul_(weight_S[:, None])[rows.positions].view(*weights_TK.shape, out_SH.shape[1]).sum(1)
+        out_TH = out_SH.mul_(rows.weights[:, None])[rows.positions].view(*weights_TK.shape, out_SH.shape[1]).sum(1)
 
         multiplied = [tensor for projection in (up, down) for tensor in projection.pair or (None, None)]
         ctx.save_for_backward(
-            hidden_TH, rows.tokens, rows.positions, weight_S, gate_up_S, up_low_SR, down_low_SR, *multiplied, *tensors
+            hidden_TH,
+            rows.tokens,
+            rows.positions,
+            rows.weights,
+            gate_up_S,
+            up_low_SR,
+            down_low_SR,
+            *multiplied,
+            *tensors,
         )
         ctx.variant, ctx.choices_shape, ctx.weights_dtype = variant, weights_TK.shape, weights_TK.dtype
         return out_TH.to(hidden_TH.dtype)

@@ -1,8 +1,9 @@
-"""What a layer that is recomputed takes from its first forward: the order of its experts' rows, or what they returned.
+"""What a layer that is recomputed takes from its first forward: the rows of its experts, or what these returned.
 
-The order is small, and sorting launches as many kernels as a gated layer. The products of the experts are most of the
-arithmetic of a Mixture-of-Experts, and their backward needs little memory beside that of the whole layer. So selective
-checkpointing saves it as without checkpointing, and keeps the outputs of experts for what follows.
+The order of rows and their weights are small, and sorting launches as many kernels as a gated layer. The products of
+the experts are most of the arithmetic of a Mixture-of-Experts, and their backward needs little memory beside that of the
+whole layer. So selective checkpointing saves it as without checkpointing, and keeps the outputs of experts for what
+follows.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,7 @@ def compute_or_take(compute: Callable[[], Tensor]) -> Tensor:
 
 
 def sort_or_take(sort: Callable[[], Rows]) -> Rows:
-    """Return the order of the experts' rows: sorted, or in a recomputation that of the first forward."""
+    """Return the rows of experts in their order: sorted, or in a recomputation those of the first forward."""
     return sort() if _layer is None else _layer.sort(sort)
 
 
@@ -72,7 +73,7 @@ class _Forward:
         return output
 
     def sort(self, sort: Callable[[], Rows]) -> Rows:
-        """Sort the rows of experts, and keep their order where it is wanted again."""
+        """Sort the rows of experts, and keep them where they are wanted again."""
         rows = sort()
         if not self._keeps_outputs:
             self._kept.append(rows)
@@ -91,7 +92,7 @@ class _Recomputation(_Forward):
         return next(self._remaining) if self._keeps_outputs else compute()
 
     def sort(self, sort: Callable[[], Rows]) -> Rows:  # noqa: ARG002 - nothing is sorted again
-        """Return the next order that was kept."""
+        """Return the next rows that were kept."""
         rows: Rows = next(self._remaining)
         return rows
 

@@ -26,6 +26,7 @@ from surefoot.models.quantization.base import (
     multiply_frozen,
     stored_weight,
 )
+from surefoot.models.silu_gate import compute_product, differentiate, multiply_gate
 
 MAGNITUDE = "lora_magnitude"
 """Name of the parameter with the lengths of a layer's rows."""
@@ -53,15 +54,18 @@ class _LowRank(nn.Module):
         """Return the tensors of the weight [out, in]."""
         return stored_weight(self, "weight")
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Compute the layer; with a `gate` its input is silu(gate) * input, which is not kept for the backward."""
         has_dropout = self.lora_dropout > 0 and self.training
+        if gate is not None and (has_dropout or self.lora_magnitude is not None):  # these compute with it several times
+            input, gate = multiply_gate(gate, input), None
         if self.lora_magnitude is not None and self.lora_scaling:  # not without the adapter, whose scaling is 0 then
             return self._forward_scaled(input, self.lora_magnitude, has_dropout=has_dropout)
         if has_dropout:
             a, b = self.lora_A.to(input.dtype), self.lora_B.to(input.dtype)
             low = F.linear(F.dropout(input, self.lora_dropout), a)
             return super().forward(input) + self.lora_scaling * F.linear(low, b)  # type: ignore[no-any-return]
-        return self._multiply(input, self.bias)
+        return self._multiply(input, self.bias, gate)
 
     def _forward_scaled(self, input: Tensor, magnitude: Tensor, *, has_dropout: bool) -> Tensor:
         """Scale each row of weight and pair to its length. With dropout, as in PEFT, the weight alone sees all inputs:
@@ -86,11 +90,13 @@ class _LowRank(nn.Module):
         added = 2 * self.lora_scaling * (by_weight * b).sum(1) + self.lora_scaling**2 * (b @ (a @ a.t()) * b).sum(1)
         return (self.lora_squares + added).clamp_min(torch.finfo(torch.float32).tiny).sqrt()
 
-    def _multiply(self, input: Tensor, bias: Tensor | None) -> Tensor:
+    def _multiply(self, input: Tensor, bias: Tensor | None, gate: Tensor | None = None) -> Tensor:
         copies = [copy_of(self, name, input.dtype) for name in PARTS]
+        width = input.shape[-1]
         # The function's own output must not be a view: models add to it in place.
+        gate_rows = gate.reshape(-1, width) if gate is not None else None
         rows = _LoraLinear.apply(  # type: ignore[no-untyped-call]
-            input.reshape(-1, input.shape[-1]), bias, self.lora_A, self.lora_B, copies, self.lora_scaling,
+            input.reshape(-1, width), gate_rows, bias, self.lora_A, self.lora_B, copies, self.lora_scaling,
             format_of(self), *self._stored(),
         )  # fmt: skip
         return rows.view(*input.shape[:-1], rows.shape[-1])  # type: ignore[no-any-return]
@@ -134,6 +140,11 @@ def can_adopt(layer: nn.Module) -> bool:
     return is_stock_linear(layer) or type(layer) in ADAPTED_CLASSES
 
 
+def takes_gate(layer: nn.Module) -> bool:
+    """Return whether the forward of a layer takes a gate beside its input."""
+    return isinstance(layer, _LowRank)
+
+
 def adopt(layer: nn.Module, rank: int, scaling: float, dropout: float, *, has_magnitude: bool = False) -> None:
     """Give an existing layer its low-rank pair, and with DoRA its magnitude, in place, so that no name changes."""
     weight = layer.weight
@@ -152,6 +163,7 @@ def adopt(layer: nn.Module, rank: int, scaling: float, dropout: float, *, has_ma
 class _LoraLinear(torch.autograd.Function):
     """y = x W^T + b + s (x A^T) B^T with W and b frozen: one pass over y forward, and only dx, dA, dB backward.
 
+    With a gate, x is silu(gate) * rows, which is computed again in the backward.
     `copies`: A and B in the type of x; their gradients have the type of A and B. The factor s is applied to x A^T and
     to dy B, by the products that compute these.
     """
@@ -160,6 +172,7 @@ class _LoraLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         rows: Tensor,
+        gate: Tensor | None,
         bias: Tensor | None,
         a: Tensor,
         b: Tensor,
@@ -170,25 +183,30 @@ class _LoraLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.trained_dtype = a.dtype
         a, b = copies
-        low = _multiply_scaled(rows, a.t(), scaling)
-        y = weight_format.linear(rows, stored, bias)
+        x = rows if gate is None else compute_product(gate, rows)
+        low = _multiply_scaled(x, a.t(), scaling)
+        y = weight_format.linear(x, stored, bias)
         y.addmm_(low, b.t())
-        ctx.save_for_backward(rows, low, a, b, *stored)
+        ctx.save_for_backward(rows, gate, low, a, b, *stored)
         ctx.scaling, ctx.weight_format = scaling, weight_format
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor | None, ...]:
-        rows, low, a, b, *stored = ctx.saved_tensors
-        d_low = _multiply_scaled(d_rows, b, ctx.scaling)
-        d_x = None
-        if ctx.needs_input_grad[0]:
-            d_x = ctx.weight_format.linear_dx(d_rows, stored).addmm_(d_low, a)
-        d_a = _multiply_into(ctx.trained_dtype, d_low.t(), rows)
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        x, gate, low, a, b, *stored = ctx.saved_tensors
+        d_low = _multiply_scaled(d_y, b, ctx.scaling)
+        d_rows = d_gate = None
+        if ctx.needs_input_grad[0] or gate is not None:
+            d_rows = ctx.weight_format.linear_dx(d_y, stored).addmm_(d_low, a)
+        if gate is not None:
+            d_gate, d_rows = d_rows, torch.empty_like(x)
+            assert d_gate is not None
+            x = differentiate(d_gate, gate, x, d_gate=d_gate, d_up=d_rows)
+        d_a = _multiply_into(ctx.trained_dtype, d_low.t(), x)
         # Thin products are faster with their short side as rows.
-        d_b = _multiply_into(ctx.trained_dtype, low.t(), d_rows).t()
-        return d_x, None, d_a, d_b, None, None, None, *(None for _ in stored)
+        d_b = _multiply_into(ctx.trained_dtype, low.t(), d_y).t()
+        return d_rows, d_gate, None, d_a, d_b, None, None, None, *(None for _ in stored)
 
 
 def _multiply_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
