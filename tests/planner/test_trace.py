@@ -21,7 +21,6 @@ from surefoot.methods.grpo.settings import GrpoConfig
 from surefoot.methods.sft.method import Sft, SftObjective
 from surefoot.methods.sft.settings import SftConfig
 from surefoot.models.build import build_model, build_without_storage
-from surefoot.models.decoder_layers import decoder_layers
 from surefoot.models.lora import LoraSettings
 from surefoot.planner.expert_dispatch import shard_experts
 from surefoot.planner.trace import ATTENTION, Trace, _LiveTensors, _track_layers, make_shaped_batch, trace_step
@@ -95,9 +94,8 @@ def measure_moments(
     objective = SftObjective(built, 0.0)
     real = batch(lengths)
     totals = BatchTotals(real.num_tokens, real.num_trained, float(real.num_trained))
-    layers = {one: n for n, layer in enumerate(decoder_layers(built.model)) for one in layer.parameters()}
     known = [*built.model.parameters(), *built.model.buffers(), real.ids, real.position_ids, real.target_positions]
-    live = _LiveTensors(known, layers=layers, vocabulary=built.model.config.vocab_size)
+    live = _LiveTensors(known, vocabulary=built.model.config.vocab_size)
     for parameter in built.model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(live.keep_gradient)
@@ -128,9 +126,8 @@ def test_the_peak_of_grpo_is_that_of_real_tensors(loss_type: str, is_kept: bool,
     policy = collate_completions([one] * count, share_prompts=False)
     objective = GrpoObjective(real, config)
     (policy,) = objective.begin_step([policy])
-    layers = {one: n for n, layer in enumerate(real.model.get_decoder().layers) for one in layer.parameters()}
     tensors = [value for value in vars(policy).values() if isinstance(value, torch.Tensor)]
-    live = _LiveTensors([*real.model.parameters(), *real.model.buffers(), *tensors], layers=layers)
+    live = _LiveTensors([*real.model.parameters(), *real.model.buffers(), *tensors])
     for parameter in real.model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(live.keep_gradient)
@@ -138,6 +135,18 @@ def test_the_peak_of_grpo_is_that_of_real_tensors(loss_type: str, is_kept: bool,
         objective.loss(policy, BatchTotals(1, 1, 1.0)).total.backward()
     seen = (*live.forward_moments(), *live.backward_moments())
     assert told.peak == pytest.approx(max(moment[0] for moment in seen), rel=0.03)
+
+
+def test_recomputed_layers_with_a_wide_gate_lie_on_a_line(model_folder: Folders, tmp_path: Path) -> None:
+    """The first layer has a smaller peak, and of two layers one is the first."""
+    config = json.loads((model_folder("llama") / "config.json").read_text())
+    wide = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 12}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **wide}))
+    few, deeper, whole = (
+        traced(tmp_path, LORA, checkpointing=True, layers=layers, lengths=[2000], dtype=torch.bfloat16)
+        for layers in (2, 4, None)
+    )
+    assert few.with_layers(deeper, 2, 4, 12).peak == pytest.approx(whole.peak, rel=0.002)
 
 
 @pytest.mark.matrix

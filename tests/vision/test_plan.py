@@ -86,9 +86,8 @@ def test_the_peak_is_that_of_real_tensors(
     )  # fmt: skip
     objective, batch = SftObjective(built, 0.0), real(built.model)
     assert batch.vision is not None
-    layers = {one: n for n, layer in enumerate(built.model.get_decoder().layers) for one in layer.parameters()}
     known = [*built.model.parameters(), *built.model.buffers(), batch.ids, batch.position_ids, batch.target_positions]
-    live = _LiveTensors(known, layers=layers)
+    live = _LiveTensors(known)
     for parameter in built.model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(live.keep_gradient)

@@ -1,8 +1,8 @@
 """What a layer that is recomputed takes from its first forward: the rows of its experts, or what these returned.
 
 The order of rows and their weights are small, and sorting launches as many kernels as a gated layer. The products of
-the experts are most of the arithmetic of a Mixture-of-Experts, and their backward needs little memory beside that of the
-whole layer. So selective checkpointing saves it as without checkpointing, and keeps the outputs of experts for what
+the experts are most of the arithmetic of a Mixture-of-Experts, and their backward needs little memory beside that of
+the whole layer. So selective checkpointing saves it as without checkpointing, and keeps the outputs of experts for what
 follows.
 """
 

@@ -7,7 +7,7 @@ the missing values: tokens go to the experts evenly, and plain attention saves w
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -50,8 +50,8 @@ class Trace:
 
     moments: tuple[Moment, ...]
     """Candidates for the peak. Forward: before the decoder layers, in the first, in the last, after them. Backward:
-    before any layer has gradients, when the last one has them, when all but the first one have them, and when all have
-    them. Memory is linear between them, so one of these is the peak; each is also linear in the number of layers."""
+    before the decoder layers, in the last, in the second, from the first on. Memory is linear between them, so one of
+    these is the peak; each is also linear in the number of layers."""
     gradient_share: float
     """This rank's share of the gradients."""
     saved_by_kind: dict[str, int] = field(default_factory=dict)
@@ -128,18 +128,14 @@ def limit_trace_time(seconds: float) -> Iterator[None]:
 class _LiveTensors(TorchDispatchMode):
     """Counter of the bytes of tensors that are alive, except those in `excluded`."""
 
-    def __init__(
-        self, excluded: Sequence[Tensor], gradient_share: float = 1.0, layers: Mapping[Tensor, int] | None = None,
-        vocabulary: int = 0,
-    ) -> None:  # fmt: skip
-        """`layers`: parameter -> index of its decoder layer. `vocabulary`: width of logits."""
+    def __init__(self, excluded: Sequence[Tensor], gradient_share: float = 1.0, vocabulary: int = 0) -> None:
+        """`vocabulary`: width of logits."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.flops = self.moved = self.gradients = 0
-        self._gradient_share, self._layer_by_parameter, self._vocabulary_size = gradient_share, layers or {}, vocabulary
+        self._gradient_share, self._vocabulary_size = gradient_share, vocabulary
         self._num_entered, self._is_backward = 0, False
-        self._layers_with_gradients: set[int] = set()
         self._peaks: dict[tuple[bool, int], tuple[float, Moment]] = {}
-        """(in the backward?, number of layers entered or with gradients) -> the most bytes that were alive then."""
+        """(in the backward?, number of layers entered in it or in the forward) -> the most bytes alive then."""
         self.kind = "other"
         self.by_kind: dict[str, int] = defaultdict(int)
         self._alive: dict[int, Any] = {}
@@ -161,12 +157,12 @@ class _LiveTensors(TorchDispatchMode):
         return output
 
     def begin_backward(self) -> None:
-        """Begin the backward; layers that are entered from now on are recomputed."""
-        self._is_backward = True
+        """Begin the backward; layers whose forward is entered from now on are recomputed."""
+        self._num_entered, self._is_backward = 0, True
 
-    def enter_layer(self) -> None:
-        """Count the start of a decoder layer's forward, or the end of the last one's."""
-        if not self._is_backward:
+    def enter_layer(self, *, is_backward: bool = False) -> None:
+        """Count the start of a decoder layer's forward, or the end of the last one's; or the start of its backward."""
+        if is_backward == self._is_backward:
             self._num_entered += 1
 
     def forward_moments(self) -> tuple[Moment, ...]:
@@ -189,8 +185,6 @@ class _LiveTensors(TorchDispatchMode):
     def keep_gradient(self, parameter: Tensor) -> None:
         """Count the tensor in `parameter.grad` as a gradient from now on."""
         assert parameter.grad is not None
-        if parameter in self._layer_by_parameter:
-            self._layers_with_gradients.add(self._layer_by_parameter[parameter])
         storage = parameter.grad.untyped_storage()
         tracked = self._alive.pop(storage._cdata, None)
         if tracked is not None:
@@ -214,7 +208,7 @@ class _LiveTensors(TorchDispatchMode):
         self.now += size
         self.by_kind[kind] += size
         total = self.now + self._gradient_share * self.gradients
-        progress = self._is_backward, len(self._layers_with_gradients) if self._is_backward else self._num_entered
+        progress = self._is_backward, self._num_entered
         if progress not in self._peaks or total > self._peaks[progress][0]:
             self._peaks[progress] = (total, (self.now, self.gradients, self.by_kind[LOGITS]))
 
@@ -309,12 +303,9 @@ def trace_step(
     model = built.model
     excluded = [*model.parameters(), *model.buffers(), batch.ids, batch.position_ids, batch.cu_seq_lens,
              batch.target_positions, batch.targets]  # fmt: skip
-    layers: dict[Tensor, int] = {
-        parameter: index for index, layer in enumerate(decoder_layers(model)) for parameter in layer.parameters()
-    }
     output_layer = model.get_output_embeddings()  # None for a model with a score
     vocabulary_size = output_layer.out_features if output_layer is not None else 0
-    live = _LiveTensors(excluded, gradient_share, layers, vocabulary_size)
+    live = _LiveTensors(excluded, gradient_share, vocabulary_size)
     saved: dict[str, int] = {}
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hooks = [parameter.register_post_accumulate_grad_hook(live.keep_gradient) for parameter in parameters]
@@ -352,13 +343,22 @@ def trace_step(
 
 @contextmanager
 def _track_layers(model: PreTrainedModel, live: _LiveTensors) -> Iterator[None]:
-    """Report each decoder layer that a forward enters to `live`."""
+    """Report each decoder layer that a forward or a backward enters to `live`."""
 
     def enter(*_: Any) -> None:
         live.enter_layer()
 
+    def enter_backward(_: Tensor) -> None:
+        live.enter_layer(is_backward=True)
+
+    def watch_gradient(_layer: nn.Module, _inputs: Any, output: Any) -> None:
+        states = next(tensor for tensor in list_tensors(output))
+        if states.requires_grad:  # its gradient is what the backward of the layer begins with
+            states.register_hook(enter_backward)
+
     layers = list(decoder_layers(model))
     hooks = [layer.register_forward_pre_hook(enter) for layer in layers]
+    hooks += [layer.register_forward_hook(watch_gradient) for layer in layers]
     hooks.append(layers[-1].register_forward_hook(enter))
     try:
         yield
