@@ -38,6 +38,7 @@ AXOLOTL = "base_model: m\ndatasets: [{path: d}]\nadapter: lora\n"
             f"{SWIFT.replace('dpo', 'cpo')} --cpo_alpha 0.3",
             {"method": "dpo", "loss_type": "cpo", "beta": 0.1, "simpo_gamma": None, "sft_weight": 0.3},
         ),
+        (f"{SWIFT} --cpo_alpha 0.3", {"loss_type": None, "sft_weight": None}),
         (f"{SWIFT} --beta 0.3 --ld_alpha 0.5", {"method": "dpo", "beta": 0.3, "ld_alpha": 0.5, "lora_dropout": None}),
     ],
 )
@@ -85,9 +86,10 @@ def test_what_would_learn_something_else_is_refused(options: str, message: str) 
         import_command(f"{TRL} {options}")
 
 
-def test_a_loss_that_dpo_has_only_with_a_reference_is_refused() -> None:
-    with pytest.raises(ConfigError, match="loss_type='hinge'.*one of sigmoid, simpo"):
-        import_command(f"{SWIFT.replace('dpo', 'cpo')} --loss_type hinge")
+@pytest.mark.parametrize("losses", ["hinge", "sigmoid hinge"])
+def test_a_loss_that_dpo_has_only_with_a_reference_is_refused(losses: str) -> None:
+    with pytest.raises(ConfigError, match="loss_type='.*hinge'.*one of sigmoid, simpo"):
+        import_command(f"{SWIFT.replace('dpo', 'cpo')} --loss_type {losses}")
 
 
 @pytest.mark.parametrize("options", ["--adapters a", "--adapters a --ref_adapters b", "--ref_adapters a"])

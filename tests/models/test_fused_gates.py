@@ -96,6 +96,14 @@ def test_other_layers_are_left_alone(kind: str) -> None:
     assert fuse_gates(tiny_model(kind)) == 0
 
 
+def test_a_layer_with_dropout_is_left_alone() -> None:
+    """While the model is loaded it is in evaluation mode, in which dropout does nothing."""
+    model = tiny_model("llama").eval()
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        layer.mlp.dropout = torch.nn.Dropout(0.5)  # type: ignore[union-attr]
+    assert fuse_gates(model) == 0
+
+
 def test_a_layer_that_computes_more_is_left_alone() -> None:
     model = tiny_model("llama")
     mlp = type(model.model.layers[0].mlp)  # type: ignore[union-attr,operator,index]

@@ -116,6 +116,8 @@ def map_preferences(run: ParsedRun, name: str, value: Any) -> Mapped:
             )
         return {} if name in REFERENCE_ADAPTERS else ...
     surefoot_name = NAMES.get(name, name)
+    if name == "cpo_alpha" and not set(_losses_of(run)) & set(CPO_LOSSES.values()):
+        return {}  # the peers' trainers of other losses do not read it
     if name == "center_rewards_coefficient":
         return {} if is_null(value) else {name: parse_number(value)}
     if surefoot_name == "sft_weight" and run.method != "dpo":
@@ -140,9 +142,9 @@ def map_cpo(run: ParsedRun) -> dict[str, Any]:
 
     Raises: ConfigError for a loss that DPO has only with a reference.
     """
-    (loss,) = _losses_of(run) or ["simpo" if run.method == "simpo" else "sigmoid"]
-    if loss not in CPO_LOSSES:
-        raise run.make_value_error("loss_type", loss, f"one of {', '.join(CPO_LOSSES)}")
+    loss, *others = _losses_of(run) or ["simpo" if run.method == "simpo" else "sigmoid"]
+    if others or loss not in CPO_LOSSES:
+        raise run.make_value_error("loss_type", ", ".join([loss, *others]), f"one of {', '.join(CPO_LOSSES)}")
     for name in LOSS_SETTINGS:
         run.settings.pop(name, None)
     defaults = {"beta": 0.1, "sft_weight": 1.0}

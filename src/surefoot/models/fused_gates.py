@@ -33,7 +33,7 @@ def fuse_gates(model: nn.Module) -> int:
         if not children.keys() >= set(PROJECTIONS) or "forward" in vars(module):
             continue
         others = {name: child for name, child in children.items() if name not in PROJECTIONS}
-        if not any(isinstance(child, SILUS) for child in others.values()):
+        if not others or not all(isinstance(child, SILUS) for child in others.values()):
             continue
         if type(module) not in checked:
             checked[type(module)] = _is_plain(type(module), others)

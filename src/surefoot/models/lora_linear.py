@@ -93,8 +93,8 @@ class _LowRank(nn.Module):
     def _multiply(self, input: Tensor, bias: Tensor | None, gate: Tensor | None = None) -> Tensor:
         copies = [copy_of(self, name, input.dtype) for name in PARTS]
         width = input.shape[-1]
-        # The function's own output must not be a view: models add to it in place.
         gate_rows = gate.reshape(-1, width) if gate is not None else None
+        # The function's own output must not be a view: models add to it in place.
         rows = _LoraLinear.apply(  # type: ignore[no-untyped-call]
             input.reshape(-1, width), gate_rows, bias, self.lora_A, self.lora_B, copies, self.lora_scaling,
             format_of(self), *self._stored(),
