@@ -17,6 +17,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from surefoot import cli
+from surefoot.config import load_config
+from surefoot.launch.run_verb import run_verb, train_and_print
 from surefoot.system.atomic_io import cache_folder
 from tests.support.data import counting_rows, write_jsonl
 from tests.support.models import make_model, make_tokenizer
@@ -24,6 +27,21 @@ from tests.support.quantised import release
 
 hypothesis.settings.register_profile("suite", derandomize=True)
 hypothesis.settings.load_profile("suite")  # the same examples in every run of the suite; `make fuzz` draws others
+
+
+@pytest.fixture
+def here(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Runs a verb in this process, which has loaded torch; `train` as the process that its supervisor starts."""
+
+    def run(*arguments: str) -> Any:
+        if arguments[0] == "train":
+            status = run_verb(lambda: train_and_print(load_config(arguments[1], arguments[2:]), as_json=False))
+        else:
+            status = cli.main(arguments)
+        said = capsys.readouterr()
+        return subprocess.CompletedProcess(arguments, status, said.out, said.err)
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -32,21 +32,6 @@ def config_file(tmp_path: Path, settings: dict[str, Any]) -> str:
 Here = Callable[..., Any]
 
 
-@pytest.fixture
-def here(capsys: pytest.CaptureFixture[str]) -> Here:
-    """Runs a verb in this process, which has loaded torch; `train` as the process that its supervisor starts."""
-
-    def run(*arguments: str) -> Any:
-        if arguments[0] == "train":
-            status = run_verb(lambda: train_and_print(load_config(arguments[1]), as_json=False))
-        else:
-            status = cli.main(arguments)
-        said = capsys.readouterr()
-        return subprocess.CompletedProcess(arguments, status, said.out, said.err)
-
-    return run
-
-
 def test_help_loads_no_torch() -> None:
     code = "import sys, surefoot.cli as cli; cli.build_parser().format_help(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0

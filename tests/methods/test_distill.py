@@ -180,7 +180,7 @@ def copy_with(teacher: Path, folder: Path, file: str, change: Callable[[dict[str
 
 @pytest.mark.slow
 def test_a_teacher_with_another_vocabulary_is_refused_before_data_are_read(
-    distill: dict[str, Any], teacher: Path, tmp_path: Path
+    distill: dict[str, Any], teacher: Path, tmp_path: Path, here: Callable[..., Any]
 ) -> None:
     def swap(values: dict[str, Any]) -> None:
         vocab = values["model"]["vocab"]
@@ -194,7 +194,7 @@ def test_a_teacher_with_another_vocabulary_is_refused_before_data_are_read(
     config = tmp_path / "doctor.yaml"
     for folder, status in ((other, 3), (teacher, 0)):
         config.write_text(yaml.safe_dump({**distill, "teacher_model": str(folder)}))
-        examined = command("doctor", str(config))
+        examined = here("doctor", str(config))
         assert examined.returncode == status, examined.stdout
         assert ("its vocabulary is another one" in examined.stdout) == bool(status)
 

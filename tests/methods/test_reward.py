@@ -1,5 +1,6 @@
 """Runs of reward models: the same numbers packed or not, on several ranks, resumed; and what other programs read."""
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -83,7 +84,7 @@ def test_packing_and_micro_batches_do_not_change_the_numbers(
 
 @pytest.mark.slow
 def test_an_adapter_is_opened_by_peft_and_merged_into_a_reward_model(
-    reward: dict[str, Any], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    reward: dict[str, Any], tokenizer: PreTrainedTokenizerFast, tmp_path: Path, here: Callable[..., Any]
 ) -> None:
     result = surefoot.train({**reward, "eval_dataset": reward["dataset"]}, screen=False)
     base = AutoModelForSequenceClassification.from_pretrained(reward["model"], num_labels=1)
@@ -92,7 +93,7 @@ def test_an_adapter_is_opened_by_peft_and_merged_into_a_reward_model(
     assert float(rewards[:, 0].mean()) == pytest.approx(result.evaluation["eval_rewards/chosen"], abs=1e-4)
 
     whole = tmp_path / "merged"
-    exported = command("export", str(result.run_folder), str(whole), "--merge")
+    exported = here("export", str(result.run_folder), str(whole), "--merge")
     assert exported.returncode == 0, exported.stderr
     with safe_open(whole / "model.safetensors", framework="pt") as file:
         names = set(file.keys())
@@ -198,12 +199,13 @@ def test_a_model_without_a_class_that_opens_its_reward_model_is_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verb", ["chat", "serve"])
-def test_a_reward_model_is_no_partner_of_a_chat(reward: dict[str, Any], tmp_path: Path, verb: str) -> None:
+def test_a_reward_model_is_no_partner_of_a_chat(
+    reward: dict[str, Any], tmp_path: Path, here: Callable[..., Any]
+) -> None:
     run = surefoot.train({**reward, "max_steps": 1}, screen=False).run_folder
-    command("export", str(run), str(tmp_path / "merged"), "--merge")
-    for folder in (run, tmp_path / "merged"):
-        ended = command(verb, str(folder))
+    here("export", str(run), str(tmp_path / "merged"), "--merge")
+    for verb, folder in itertools.product(("chat", "serve"), (run, tmp_path / "merged")):
+        ended = here(verb, str(folder))
         assert ended.returncode == 2
         assert "is a reward model" in ended.stderr
 

@@ -23,7 +23,6 @@ from surefoot.models.model_size import weights_of
 from surefoot.models.quantization.base import stored_weight
 from surefoot.models.quantization.formats import Nf4Format
 from tests.support.models import make_tokenizer
-from tests.support.processes import surefoot as command
 from tests.support.quantised import WEIGHTS, make_wide_model
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -114,18 +113,18 @@ def test_four_bits_stay_the_same_numbers_in_four_bits(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_run_trains_on_one_and_refuses_another_number_of_bits(
-    saved: Callable[[str], tuple[Path, dict[str, Tensor]]], data_file: Path, tmp_path: Path
+    saved: Callable[[str], tuple[Path, dict[str, Tensor]]], data_file: Path, tmp_path: Path, here: Callable[..., Any]
 ) -> None:
     folder, _ = saved("nf4, double")
     settings = {"model": str(folder), "dataset": str(data_file), "output_dir": str(tmp_path / "run"), "max_steps": 1,
                 "device": "cpu", "report": False, "quantization": "nf4", "quantization_block_size": 32}  # fmt: skip
     (tmp_path / "run.yaml").write_text(json.dumps(settings))
-    done = command("train", tmp_path / "run.yaml")
+    done = here("train", str(tmp_path / "run.yaml"))
     assert done.returncode == 0, done.stderr
     assert "bitsandbytes, nf4): they are read back and stored in nf4 again" in done.stderr
-    other = command(
+    other = here(
         "train",
-        tmp_path / "run.yaml",
+        str(tmp_path / "run.yaml"),
         "quantization=int8",
         "quantization_block_size=64",
         f"output_dir={tmp_path / 'o'}",
@@ -136,13 +135,13 @@ def test_a_run_trains_on_one_and_refuses_another_number_of_bits(
 
 @pytest.mark.long
 def test_four_bits_of_another_kind_are_not_stored_again(
-    saved: Callable[[str], tuple[Path, dict[str, Tensor]]], data_file: Path, tmp_path: Path
+    saved: Callable[[str], tuple[Path, dict[str, Tensor]]], data_file: Path, tmp_path: Path, here: Callable[..., Any]
 ) -> None:
     folder, _ = saved("fp4")
     settings = {"model": str(folder), "dataset": str(data_file), "output_dir": str(tmp_path / "run"), "device": "cpu",
                 "quantization": "nf4", "quantization_block_size": 32}  # fmt: skip
     (tmp_path / "run.yaml").write_text(json.dumps(settings))
-    refused = command("train", tmp_path / "run.yaml")
+    refused = here("train", str(tmp_path / "run.yaml"))
     assert refused.returncode == 2
     assert "stored as fp4" in refused.stderr
 

@@ -19,7 +19,6 @@ from surefoot.system.json_files import DamagedFile
 from surefoot.training.checkpoint import CHECKS, TrainState, checkpoint_folder, find_newest, load_checkpoint, verify
 from surefoot.training.manifest import seal
 from tests.support.checkpoints import as_format_3, read_json, reseal, save_steps, small_parameters
-from tests.support.processes import surefoot as command
 
 WEIGHTS, MOMENTS = "model/rank-00000.safetensors", "optimizer/rank-00000.safetensors"
 Damage = Callable[[Path], Any]
@@ -474,18 +473,20 @@ def test_a_run_goes_on_from_format_3(settings: dict[str, Any], tmp_path: Path) -
 
 
 @pytest.mark.long
-def test_a_damaged_checkpoint_that_is_named_is_refused_by_the_command(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_that_is_named_is_refused_by_the_command(
+    settings: dict[str, Any], tmp_path: Path, here: Callable[..., Any]
+) -> None:
     run = surefoot.train(settings, screen=False).run_folder
     newest = checkpoint_folder(run, 4)
     edit("manifest.json", format_version="4")(newest)
     (tmp_path / "run.yaml").write_text(
         json.dumps({**settings, "output_dir": str(tmp_path / "new"), "resume_from_checkpoint": str(newest)})
     )
-    done = command("train", str(tmp_path / "run.yaml"))
+    done = here("train", str(tmp_path / "run.yaml"))
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert f"{newest}/manifest.json" in done.stderr
-    done = command("export", str(run), str(tmp_path / "adapter"), "--step", "4")
+    done = here("export", str(run), str(tmp_path / "adapter"), "--step", "4")
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
 
 

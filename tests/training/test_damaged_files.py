@@ -22,7 +22,6 @@ from surefoot.training.checkpoint import list_checkpoints
 from surefoot.training.metrics import CompletionsFile, drop_lines_from
 from surefoot.training.run_summary import FindingLog, drop_findings_before, read_result, steps_done, write_end
 from tests.support.checkpoints import read_json
-from tests.support.processes import surefoot as command
 
 LINES = ("metrics.jsonl", "completions.jsonl", "eval_completions.jsonl", "findings.jsonl")
 OBJECTS = ("summary.json", "environment.json", "run.yaml")
@@ -157,13 +156,15 @@ def test_a_folder_without_a_sound_checkpoint_is_no_run(run: Path, longer: dict[s
 
 
 @pytest.mark.long
-def test_the_commands_say_what_they_can(run: Path, longer: dict[str, Any], tmp_path: Path) -> None:
+def test_the_commands_say_what_they_can(
+    run: Path, longer: dict[str, Any], tmp_path: Path, here: Callable[..., Any]
+) -> None:
     for name in (*LINES, *OBJECTS):
         (run / name).write_bytes(GARBAGE["bad bytes"])
     (tmp_path / "longer.yaml").write_text(yaml.safe_dump(longer))
     surefoot.export(run, tmp_path / "adapter", step=1)
-    explained = command("explain", str(run))
-    trained = command("train", str(tmp_path / "longer.yaml"))
+    explained = here("explain", str(run))
+    trained = here("train", str(tmp_path / "longer.yaml"))
     for done in (explained, trained):
         assert (done.returncode, "Traceback" in done.stderr + done.stdout) == (0, False), done.stderr
     assert f"{run}/run.yaml " in trained.stderr

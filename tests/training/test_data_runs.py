@@ -211,12 +211,12 @@ def test_findings_of_the_data_are_in_the_summary(settings: dict[str, Any], data_
 
 @pytest.mark.long
 def test_data_as_json_is_what_is_trained(
-    settings: dict[str, Any], tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+    settings: dict[str, Any], tmp_path: Path, tokenizer: PreTrainedTokenizerFast, here: Callable[..., Any]
 ) -> None:
     rows = counting_rows(6)
     rows[1]["messages"][1]["content"] += "<|im_end|>"
     data = write_jsonl(tmp_path / "a.jsonl", [*rows, rows[0], {"messages": []}])
-    done = command("data", config_file(tmp_path, {**settings, "dataset": str(data)}), "--json", "--show", "2")
+    done = here("data", config_file(tmp_path, {**settings, "dataset": str(data)}), "--json", "--show", "2")
     assert done.returncode == 2, "training would stop at the bad row"
     report = json.loads(done.stdout)
     assert report["format"] == "messages"
@@ -234,7 +234,7 @@ def test_data_as_json_is_what_is_trained(
     assert second["text"].endswith("<|im_end|><|im_end|>\n")
     assert second["input_ids"].count(tokenizer.eos_token_id) == 3, "system, user, assistant: not the text in the answer"
 
-    shown = command("data", config_file(tmp_path, {**settings, "dataset": str(data)}))
+    shown = here("data", config_file(tmp_path, {**settings, "dataset": str(data)}))
     assert "8 read = 7 trained + 0 truncated + 1 skipped" in shown.stdout
     assert f"⟦{rows[0]['messages'][1]['content']}<|im_end|>⟧" in shown.stdout
 
@@ -272,8 +272,10 @@ def test_lengths_are_counted_in_whole_tokens(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.long
-def test_data_that_cannot_be_trained_are_named_and_end_with_status_2(settings: dict[str, Any], tmp_path: Path) -> None:
-    done = command("data", config_file(tmp_path, {**settings, "max_length": 5, "truncation": "right"}))
+def test_data_that_cannot_be_trained_are_named_and_end_with_status_2(
+    settings: dict[str, Any], tmp_path: Path, here: Callable[..., Any]
+) -> None:
+    done = here("data", config_file(tmp_path, {**settings, "max_length": 5, "truncation": "right"}))
     assert done.returncode == 2
     assert "SF501" in done.stdout
 
@@ -308,11 +310,13 @@ def test_bad_files_stop_training_before_it_begins(settings: dict[str, Any], tmp_
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["nul", "cut array"])
-def test_data_shows_what_is_wrong_without_a_traceback(settings: dict[str, Any], tmp_path: Path, kind: str) -> None:
+def test_data_shows_what_is_wrong_without_a_traceback(
+    settings: dict[str, Any], tmp_path: Path, kind: str, here: Callable[..., Any]
+) -> None:
     """A row that is bad is shown; a file that is bad as a whole is refused."""
     name, content, message = BAD_FILES[kind]
     (tmp_path / name).write_bytes(content)
-    done = command("data", config_file(tmp_path, {**settings, "dataset": str(tmp_path / name)}))
+    done = here("data", config_file(tmp_path, {**settings, "dataset": str(tmp_path / name)}))
     assert done.returncode == 2
     assert re.search(message, done.stdout + done.stderr)
     assert "Traceback" not in done.stderr

@@ -501,21 +501,25 @@ def test_settings_that_make_no_run_are_refused(grpo: dict[str, Any], changes: di
 
 
 @pytest.mark.long
-def test_bad_input_on_the_command_line_ends_with_status_2(grpo: dict[str, Any], tmp_path: Path) -> None:
+def test_bad_input_on_the_command_line_ends_with_status_2(
+    grpo: dict[str, Any], tmp_path: Path, here: Callable[..., Any]
+) -> None:
     (tmp_path / "run.yaml").write_text(
         f"model: {grpo['model']}\nmethod: grpo\ndataset: prompts.jsonl\noutput_dir: out\n"
         f"num_generations: 4\nglobal_batch_size: 8\nreward_funcs: [absent.py:mine]\nmax_completion_length: 9\n"
     )
-    done = command("train", str(tmp_path / "run.yaml"))
+    done = here("train", str(tmp_path / "run.yaml"))
     assert done.returncode == 2
     assert re.search(rf"reward_funcs: {tmp_path}/absent\.py .*\(run\.yaml:7\)\.", done.stderr)
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.long
-def test_completions_longer_than_the_context_end_a_run_with_status_2(grpo: dict[str, Any], tmp_path: Path) -> None:
+def test_completions_longer_than_the_context_end_a_run_with_status_2(
+    grpo: dict[str, Any], tmp_path: Path, here: Callable[..., Any]
+) -> None:
     (tmp_path / "run.yaml").write_text(json.dumps(grpo))
-    done = command("train", str(tmp_path / "run.yaml"), "max_completion_length=250")
+    done = here("train", str(tmp_path / "run.yaml"), "max_completion_length=250")
     assert done.returncode == 2
     assert re.search(r"^error: 12 of 12 rows .*\(256 - 250\)=6: .*\(run\.yaml:\d+\)\.$", done.stderr, re.MULTILINE)
     assert "Traceback" not in done.stderr
@@ -542,10 +546,12 @@ def test_a_slow_reward_is_no_stall(grpo: dict[str, Any], tmp_path: Path) -> None
 
 
 @pytest.mark.long
-def test_a_run_that_comes_to_no_step_says_nothing_of_a_page(grpo: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_that_comes_to_no_step_says_nothing_of_a_page(
+    grpo: dict[str, Any], tmp_path: Path, here: Callable[..., Any]
+) -> None:
     settings = {**grpo, "reward_funcs": [reward_file(tmp_path, "    return [None] * len(completions)")], "report": True}
     (tmp_path / "run.yaml").write_text(json.dumps(settings))
-    done = command("train", str(tmp_path / "run.yaml"))
+    done = here("train", str(tmp_path / "run.yaml"))
     assert done.returncode == 3
     assert "SF803" in done.stderr
     assert "report.html" not in done.stderr

@@ -20,7 +20,6 @@ from tests.methods.test_dpo import pair_rows
 from tests.methods.test_kto import labelled_rows
 from tests.support.data import write_jsonl
 from tests.support.models import make_tokenizer
-from tests.support.processes import surefoot as command
 from tests.support.quantised import make_wide_model
 from tests.support.runs import SignalAfter, assert_same_run, settings_of, train_with
 
@@ -79,7 +78,7 @@ def test_other_methods_train_beside_them(name: str, grpo: dict[str, Any], tmp_pa
 
 
 def test_it_is_merged_into_the_weights_of_the_base_as_they_are(
-    wide_folder: Callable[[str], Path], data_file: Path, tmp_path: Path
+    wide_folder: Callable[[str], Path], data_file: Path, tmp_path: Path, here: Callable[..., Any]
 ) -> None:
     base = wide_folder("llama")
     settings = settings_of(base, data_file, tmp_path / "run", max_steps=2, learning_rate=1e-2, **NF4)
@@ -89,7 +88,7 @@ def test_it_is_merged_into_the_weights_of_the_base_as_they_are(
     updated = wanted.merge_and_unload().state_dict()
     for name, value in AutoModelForCausalLM.from_pretrained(merged).state_dict().items():
         torch.testing.assert_close(value, updated[name], atol=1e-6, rtol=1e-5)
-    assert command("chat", run, "--prompt", "Count", "--max-new-tokens", "2").returncode == 0
+    assert here("chat", str(run), "--prompt", "Count", "--max-new-tokens", "2").returncode == 0
 
 
 def test_a_run_does_not_go_on_beside_other_bytes(
@@ -134,10 +133,10 @@ def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], message: 
     ],
 )
 def test_a_model_that_does_not_fit_is_refused(
-    changes: list[str], message: str, settings: dict[str, Any], tmp_path: Path
+    changes: list[str], message: str, settings: dict[str, Any], tmp_path: Path, here: Callable[..., Any]
 ) -> None:
     (tmp_path / "run.yaml").write_text(json.dumps(settings))
-    refused = command("train", tmp_path / "run.yaml", *changes)
+    refused = here("train", str(tmp_path / "run.yaml"), *changes)
     assert refused.returncode == 2
     assert "Traceback" not in refused.stderr
     assert re.search(message, " ".join(refused.stderr.split())), refused.stderr

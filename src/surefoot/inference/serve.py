@@ -82,20 +82,20 @@ def serve_with_transformers(files: ModelFiles, endpoint: Endpoint) -> None:
         )
     import uvicorn
 
-    listening = socket.socket()
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((endpoint.host, endpoint.port))
-    except OSError as error:
-        raise ConfigError(
-            f"the server cannot listen on {endpoint.host}:{endpoint.port}: {error.strerror}. "
-            "Choose another with --port."
-        ) from error
-    model, tokenizer = load(files)
-    server = uvicorn.Server(uvicorn.Config(_build_app(model, _processor(files, model, tokenizer), files.name)))
-    endpoint.announce(files, "transformers")
-    with suppress(KeyboardInterrupt):  # Ctrl-C ends a server
-        server.run(sockets=[listening])
+    with socket.socket() as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((endpoint.host, endpoint.port))
+        except OSError as error:
+            raise ConfigError(
+                f"the server cannot listen on {endpoint.host}:{endpoint.port}: {error.strerror}. "
+                "Choose another with --port."
+            ) from error
+        model, tokenizer = load(files)
+        server = uvicorn.Server(uvicorn.Config(_build_app(model, _processor(files, model, tokenizer), files.name)))
+        endpoint.announce(files, "transformers")
+        with suppress(KeyboardInterrupt):  # Ctrl-C ends a server
+            server.run(sockets=[listening])
 
 
 def _processor(files: ModelFiles, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
