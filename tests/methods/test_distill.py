@@ -251,7 +251,7 @@ def test_a_row_without_a_question_is_found_before_the_first_step(distill: dict[s
     assert not (Path(distill["output_dir"]) / "metrics.jsonl").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_plan_counts_the_teacher(distill: dict[str, Any]) -> None:
     settings = {name: value for name, value in distill.items() if name != "device"}
     model = AutoModelForCausalLM.from_pretrained(distill["teacher_model"])

@@ -170,7 +170,7 @@ def test_the_reward_of_simpo_is_the_mean_log_probability(dpo: dict[str, Any]) ->
     assert line["rewards/chosen"] == pytest.approx(2 * line["logps/chosen"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_plan_counts_both_answers_and_the_reference(dpo: dict[str, Any]) -> None:
     settings = {name: value for name, value in dpo.items() if name != "device"}
     changes: tuple[dict[str, Any], ...] = ({}, {"loss_type": "simpo"}, {"method": "sft"})

@@ -154,7 +154,7 @@ def test_orpo_makes_chosen_answers_likelier_without_a_reference(kto: dict[str, A
     assert "eval_rewards/accuracies" in result.evaluation
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_plan_counts_the_answers(kto: dict[str, Any]) -> None:
     settings = {name: value for name, value in kto.items() if name != "device"}
     planned = {

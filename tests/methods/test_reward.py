@@ -210,7 +210,7 @@ def test_a_reward_model_is_no_partner_of_a_chat(
         assert "is a reward model" in ended.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_plan_has_no_output_layer(reward: dict[str, Any]) -> None:
     settings = {name: value for name, value in reward.items() if name != "device"}
     of_reward, of_dpo = (

@@ -160,7 +160,7 @@ def test_a_server_that_gives_something_else_is_refused_before_data_are_read(
         surefoot.train({**served, "teacher_server": serve(fault), "dataset": bad}, screen=False)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_models_and_room_of_a_server_are_checked(serve: Callable[[str], str], served: dict[str, Any]) -> None:
     address = serve("none")
     with pytest.raises(ConfigError, match=r"it has no another; it serves the-teacher. Set teacher_model"):
@@ -195,7 +195,7 @@ def test_a_server_that_fails_later_ends_the_run_with_a_checkpoint(
     assert (Path(served["output_dir"]) / "checkpoints").is_dir()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_stop_while_the_server_is_asked_sends_no_more_requests(
     serve: Callable[[str], str], served: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

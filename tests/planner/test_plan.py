@@ -182,6 +182,7 @@ def test_the_seeds_own_cases(name: str, more: list[str], fits: bool) -> None:
     assert plan(str(PLANS / f"{name}.yaml"), more).forecast.fits is fits
 
 
+@pytest.mark.long
 def test_four_bits_are_suggested_and_what_they_save_is_said() -> None:
     path = str(PLANS / "qwen3-30b-a3b-nf4.yaml")
     plain = plan(path, ["device=rtx4090", "quantization=null"])

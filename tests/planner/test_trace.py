@@ -137,6 +137,7 @@ def test_the_peak_of_grpo_is_that_of_real_tensors(loss_type: str, is_kept: bool,
     assert told.peak == pytest.approx(max(moment[0] for moment in seen), rel=0.03)
 
 
+@pytest.mark.long
 def test_recomputed_layers_with_a_wide_gate_lie_on_a_line(model_folder: Folders, tmp_path: Path) -> None:
     """The first layer has a smaller peak, and of two layers one is the first."""
     config = json.loads((model_folder("llama") / "config.json").read_text())

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import surefoot
 from surefoot.errors import StoppedOnFinding
@@ -70,10 +71,11 @@ def test_a_kernel_that_fails_is_told_from_data(settings: dict[str, Any], monkeyp
 def test_what_plain_kernels_make_too_is_no_matter_of_kernels(
     settings: dict[str, Any], model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scale = torch.nn.functional.silu
+    normalise = LlamaRMSNorm.forward
     monkeypatch.setattr(
-        "transformers.activations.SiLUActivation.forward",
-        lambda _, states: scale(states) * (torch.nan if len(states.view(-1, states.shape[-1])) > 30 else 1.0),
+        LlamaRMSNorm,
+        "forward",
+        lambda self, states: normalise(self, states) * (torch.nan if states.shape[-2] > 30 else 1.0),
     )
     finding = finding_of(settings, model=str(model_folder("llama")), packing=True)
     assert finding.evidence["with_plain_attention"].startswith("not finite in ")
