@@ -1,10 +1,14 @@
 """Gated layers keep two wide tensors for the backward, with the numbers of the model's own code, bit for bit."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
+from transformers.models.beam.modeling_beam import BeamMLP
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from surefoot.models.fused_gates import fuse_gates
 from surefoot.models.lora import LoraSettings, attach
@@ -94,6 +98,28 @@ def test_dropout_and_magnitudes_see_the_product(change: dict[str, float]) -> Non
 def test_other_layers_are_left_alone(kind: str) -> None:
     """Gemma's gate is a GELU, GLM has one projection for both, and the others have no gate."""
     assert fuse_gates(tiny_model(kind)) == 0
+
+
+def test_a_layer_that_computes_its_gate_in_float32_is_left_alone() -> None:
+    """In float32 it computes the same, in bfloat16 it does not."""
+    config = SimpleNamespace(hidden_size=8, intermediate_size=16, hidden_act="silu", mlp_bias=False)
+    assert fuse_gates(BeamMLP(config)) == 0
+
+
+class OfRows(LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dim() == 2
+        return super().forward(x)  # type: ignore[no-any-return]
+
+
+class Bounded(LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj((self.act_fn(self.gate_proj(x)) * self.up_proj(x)).clamp(max=50.0))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("cls", [OfRows, Bounded])
+def test_a_layer_that_refuses_or_bounds_values_is_left_alone(cls: type[LlamaMLP]) -> None:
+    assert fuse_gates(cls(tiny_model("llama").config)) == 0
 
 
 def test_a_layer_with_dropout_is_left_alone() -> None:

@@ -26,11 +26,15 @@ def check_address(name: str, address: str | None) -> Iterator[Contradiction]:
     """Yield what is wrong with the address of a vLLM server, if anything is. `name`: of its setting."""
     if address is None:
         return
-    match = VLLM_ADDRESS.match(address)
-    if match is None or int(match[1]) > MOST_PORT:
+    if not _is_address(address):
         base = address.rstrip("/").removesuffix("/v1")
-        fix = f". Drop /v1: {name}: {base}" if VLLM_ADDRESS.match(base) and base != address.rstrip("/") else ""
+        fix = f". Drop /v1: {name}: {base}" if _is_address(base) and base != address.rstrip("/") else ""
         yield Contradiction(f"{name}={address:.80} is no address of the form http://127.0.0.1:8000{fix}", name)
+
+
+def _is_address(text: str) -> bool:
+    match = VLLM_ADDRESS.match(text)
+    return match is not None and int(match[1]) <= MOST_PORT
 
 
 class RolloutConfig(RunConfig):

@@ -145,13 +145,14 @@ def map_cpo(run: ParsedRun) -> dict[str, Any]:
     loss, *others = _losses_of(run) or ["simpo" if run.method == "simpo" else "sigmoid"]
     if others or loss not in CPO_LOSSES:
         raise run.make_value_error("loss_type", ", ".join([loss, *others]), f"one of {', '.join(CPO_LOSSES)}")
-    for name in LOSS_SETTINGS:
+    for name in (*LOSS_SETTINGS, "rpo_alpha", "pref_ftx"):  # the trainer does not read the last two
         run.settings.pop(name, None)
-    defaults = {"beta": 0.1, "sft_weight": 1.0}
+    is_swift = run.program == "ms-swift"
+    defaults = {"beta": 2.0 if is_swift and run.method == "simpo" else 0.1, "sft_weight": 1.0}
     if loss == "simpo":
-        defaults |= {"beta": 2.0, "simpo_gamma": 1.0} if run.program == "ms-swift" else {"simpo_gamma": 0.5}
+        defaults["simpo_gamma"] = 1.0 if is_swift else 0.5
     run.method, run.settings["loss_type"] = "dpo", CPO_LOSSES[loss]
-    written = {NAMES.get(name, name) for name in run.settings}
+    written = {NAMES.get(name, name) for name, value in run.settings.items() if not is_null(value)}
     return {name: value for name, value in defaults.items() if name not in written}
 
 

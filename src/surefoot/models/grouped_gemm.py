@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional as F
 
 from surefoot.system.allocators import is_out_of_memory
@@ -96,12 +97,14 @@ def integers(begin: int, end: int, like: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=8)
+@unset_fake_temporarily()
 @torch.inference_mode(mode=False)
 def _integers(begin: int, end: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.arange(begin, end, dtype=dtype, device=device)
 
 
 @cache
+@unset_fake_temporarily()
 @torch.inference_mode(mode=False)
 def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(1, 1, 1, dtype=dtype, device=device)

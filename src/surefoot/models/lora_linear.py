@@ -197,12 +197,13 @@ class _LoraLinear(torch.autograd.Function):
         x, gate, low, a, b, *stored = ctx.saved_tensors
         d_low = _multiply_scaled(d_y, b, ctx.scaling)
         d_rows = d_gate = None
-        if ctx.needs_input_grad[0] or gate is not None:
+        if any(ctx.needs_input_grad[:2]):
             d_rows = ctx.weight_format.linear_dx(d_y, stored).addmm_(d_low, a)
-        if gate is not None:
+        if gate is not None and d_rows is not None:
             d_gate, d_rows = d_rows, torch.empty_like(x)
-            assert d_gate is not None
             x = differentiate(d_gate, gate, x, d_gate=d_gate, d_up=d_rows)
+        elif gate is not None:
+            x = compute_product(gate, x)
         d_a = _multiply_into(ctx.trained_dtype, d_low.t(), x)
         # Thin products are faster with their short side as rows.
         d_b = _multiply_into(ctx.trained_dtype, low.t(), d_y).t()
