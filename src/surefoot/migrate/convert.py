@@ -148,10 +148,7 @@ def _start_import(imported: ImportedRun) -> None:
         run.method = "grpo"
         imported.settings |= {name: (value, "the RLOO trainer of TRL") for name, value in map_trl_rloo(run).items()}
     if run.method in ("cpo", "simpo"):
-        origin = (
-            f"the CPO trainer of TRL, which {run.program} uses" if run.program != "TRL" else "the CPO trainer of TRL"
-        )
-        imported.settings |= {name: (value, origin) for name, value in map_cpo(run).items()}
+        imported.settings |= {name: (value, "the CPO trainer of TRL") for name, value in map_cpo(run).items()}
     if run.method == "ipo" and run.program == "axolotl":  # there a method of its own
         run.method = "dpo"
         imported.settings["loss_type"] = ("ipo", f"rl of {run.get_location('rl')}")

@@ -60,10 +60,10 @@ def _is_plain(cls: type[nn.Module], others: dict[str, nn.Module], dtype: torch.d
         gate, up = x.roll(1, dims=-1).to(dtype), x.flip(-1).to(dtype)
         stand_ins = {"gate_proj": lambda _: gate, "up_proj": lambda _: up, "down_proj": torch.neg}
         try:
-            found = cls.forward(SimpleNamespace(**others, **stand_ins), x.to(dtype))
+            output = cls.forward(SimpleNamespace(**others, **stand_ins), x.to(dtype))
         except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
             return False
-        return isinstance(found, Tensor) and found.dtype == dtype and torch.equal(found, -(F.silu(gate) * up))
+        return isinstance(output, Tensor) and output.dtype == dtype and torch.equal(output, -(F.silu(gate) * up))
 
 
 def _forward(self: Any, *states: Tensor, **named_states: Tensor) -> Tensor:

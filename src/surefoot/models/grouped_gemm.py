@@ -90,7 +90,7 @@ class Groups:
 
 
 def integers(begin: int, end: int, like: Tensor) -> Tensor:
-    """Return the integers `begin <= n < end` in the type of `like`, beside it; kept for the layers that follow."""
+    """Return the integers `begin <= n < end` in the type of `like` and on its device; layers share them."""
     if isinstance(like, FakeTensor):
         return torch.arange(begin, end, dtype=like.dtype, device=like.device)
     return _integers(begin, end, like.dtype, like.device)

@@ -1,4 +1,4 @@
-"""What a layer that is recomputed takes from its first forward: the rows of its experts, or what these returned.
+"""A layer that is recomputed takes the rows of its experts, or their outputs, from its first forward.
 
 The order of rows and their weights are small, and sorting launches as many kernels as a gated layer. The products of
 the experts are most of the arithmetic of a Mixture-of-Experts, and their backward needs little memory beside that of
@@ -40,16 +40,18 @@ class KeptExperts:
 
     def __call__(self) -> Contexts:
         """Return the contexts of one layer."""
-        kept: list[Any] = []
+        results: list[Any] = []
         first, recomputation = self._beside()
-        return _Forward(first, kept, self._keeps_outputs), _Recomputation(recomputation, kept, self._keeps_outputs)
+        return _Forward(first, results, self._keeps_outputs), _Recomputation(
+            recomputation, results, self._keeps_outputs
+        )
 
 
 class _Forward:
     """The context of a layer's first forward."""
 
-    def __init__(self, beside: AbstractContextManager[object], kept: list[Any], keeps_outputs: bool) -> None:
-        self._beside, self._kept, self._keeps_outputs = beside, kept, keeps_outputs
+    def __init__(self, beside: AbstractContextManager[object], results: list[Any], keeps_outputs: bool) -> None:
+        self._beside, self._results, self._keeps_outputs = beside, results, keeps_outputs
         self._before: _Forward | None = None
 
     def __enter__(self) -> None:
@@ -69,14 +71,14 @@ class _Forward:
         # The hooks of the checkpoint would drop that, and have it computed again.
         with saved_tensors_hooks(_keep_as_it_is, _keep_as_it_is):
             output = compute()
-        self._kept.append(output.detach().requires_grad_(output.requires_grad))
+        self._results.append(output.detach().requires_grad_(output.requires_grad))
         return output
 
     def sort(self, sort: Callable[[], Rows]) -> Rows:
         """Sort the rows of experts, and keep them where they are wanted again."""
         rows = sort()
         if not self._keeps_outputs:
-            self._kept.append(rows)
+            self._results.append(rows)
         return rows
 
 
@@ -85,7 +87,7 @@ class _Recomputation(_Forward):
 
     def __enter__(self) -> None:
         super().__enter__()
-        self._remaining = iter(self._kept)
+        self._remaining = iter(self._results)
 
     def compute(self, compute: Callable[[], Tensor]) -> Tensor:
         """Return the next outputs that were kept, or compute them."""
