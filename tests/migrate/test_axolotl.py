@@ -89,6 +89,9 @@ def test_shares_of_an_epoch_are_carried_from_axolotl(tmp_path: Path) -> None:
         "saves_per_epoch: 4\ncosine_min_lr_ratio: 0.1\nlora_modules_to_save: [embed_tokens]\n"
     )
     run = import_file(tmp_path / "a.yml", text)
+    assert "modules_to_save = ['embed_tokens']" in run.left_out, "nothing says that it trains LoRA"
+    tuned = get_values(import_file(tmp_path / "lora.yml", f"{text}adapter: lora\n"))
+    assert tuned["modules_to_save"] == ["embed_tokens"]
     wanted = {"evals_per_epoch": 4, "saves_per_epoch": 4, "min_lr_ratio": 0.1, "save_steps": None}
     assert {name: get_values(run).get(name) for name in wanted} == wanted
     assert get_values(import_file(tmp_path / "a.yml", text.replace("saves_per_epoch: 4\n", "")))["saves_per_epoch"] == 1

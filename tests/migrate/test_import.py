@@ -710,6 +710,24 @@ def test_runs_of_reward_models_are_carried(words: str) -> None:
         assert (values["learning_rate"], values["truncation"]) == (1e-4, "drop")
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "trl sft --model_name_or_path m --dataset_name d --use_peft --lora_modules_to_save embed_tokens lm_head",
+        "swift sft --model m --dataset d --modules_to_save embed_tokens lm_head",
+        "llamafactory-cli train --model_name_or_path m --dataset d --finetuning_type lora "
+        "--additional_target embed_tokens,lm_head",
+    ],
+)
+def test_modules_that_are_trained_in_full_are_carried(words: str) -> None:
+    run = import_command(words)
+    assert get_values(run)["modules_to_save"] == ["embed_tokens", "lm_head"]
+    if "trl" in words:  # the head of a reward model is always trained
+        scored = import_command(words.replace("trl sft", "trl reward").replace("lm_head", "score"))
+        assert get_values(scored)["modules_to_save"] == ["embed_tokens"]
+    assert not {name for name in run.left_out if "modules" in name or "additional" in name}
+
+
 def test_a_reward_model_with_several_labels_is_refused() -> None:
     with pytest.raises(ConfigError, match="num_labels='?3'?, but expected 1"):
         import_command("swift rlhf --rlhf_type rm --model m --dataset d --num_labels 3")

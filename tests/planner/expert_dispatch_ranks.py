@@ -20,7 +20,7 @@ from surefoot.methods.base import BatchTotals
 from surefoot.methods.sft.method import SftObjective
 from surefoot.models.build import build_model
 from surefoot.models.lora import LoraSettings
-from surefoot.planner.trace import _LiveTensors
+from surefoot.planner.live_tensors import LiveTensors
 from tests.support.ranks import run_on_ranks
 
 model, tokens = Path(sys.argv[1]), int(sys.argv[2])
@@ -66,7 +66,7 @@ def main() -> None:
         ]
         measured = []
         for _ in range(5):
-            live = _LiveTensors([getattr(tensor, "_local_tensor", tensor) for tensor in excluded])
+            live = LiveTensors([getattr(tensor, "_local_tensor", tensor) for tensor in excluded])
             exchanged_bytes[0] = 0
             with live:
                 loss = objective.loss(batch, totals).total

@@ -13,8 +13,8 @@ from surefoot.planner.choose import choose_for_memory, choose_on_this_machine, l
 from surefoot.planner.command import plan
 from surefoot.planner.devices import get_device
 from surefoot.planner.forecast import RESERVED_SHARE, Forecast, forecast
+from surefoot.planner.live_tensors import limit_trace_time
 from surefoot.planner.suggest import _list_checkpointing
-from surefoot.planner.trace import limit_trace_time
 
 PLANS = Path(__file__).parents[2] / "examples" / "plans"
 GIB = 1 << 30

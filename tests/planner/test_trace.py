@@ -23,7 +23,8 @@ from surefoot.methods.sft.settings import SftConfig
 from surefoot.models.build import build_model, build_without_storage
 from surefoot.models.lora import LoraSettings
 from surefoot.planner.expert_dispatch import shard_experts
-from surefoot.planner.trace import ATTENTION, Trace, _LiveTensors, _track_layers, make_shaped_batch, trace_step
+from surefoot.planner.live_tensors import LiveTensors
+from surefoot.planner.trace import ATTENTION, Trace, _track_layers, make_shaped_batch, trace_step
 from tests.models.architectures import tiny_model
 from tests.support.batches import LENGTHS, batch
 from tests.support.models import make_model
@@ -95,7 +96,7 @@ def measure_moments(
     real = batch(lengths)
     totals = BatchTotals(real.num_tokens, real.num_trained, float(real.num_trained))
     known = [*built.model.parameters(), *built.model.buffers(), real.ids, real.position_ids, real.target_positions]
-    live = _LiveTensors(known, vocabulary=built.model.config.vocab_size)
+    live = LiveTensors(known, vocabulary=built.model.config.vocab_size)
     for parameter in built.model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(live.keep_gradient)
@@ -127,7 +128,7 @@ def test_the_peak_of_grpo_is_that_of_real_tensors(loss_type: str, is_kept: bool,
     objective = GrpoObjective(real, config)
     (policy,) = objective.begin_step([policy])
     tensors = [value for value in vars(policy).values() if isinstance(value, torch.Tensor)]
-    live = _LiveTensors([*real.model.parameters(), *real.model.buffers(), *tensors])
+    live = LiveTensors([*real.model.parameters(), *real.model.buffers(), *tensors])
     for parameter in real.model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(live.keep_gradient)
@@ -234,7 +235,7 @@ def test_what_other_ops_read_and_write_is_counted() -> None:
             (lambda: torch.empty_like(table), 0),
             (lambda: table @ table.T, 0),  # a product
         ):
-            live = _LiveTensors([table, at])
+            live = LiveTensors([table, at])
             with live:
                 work()
             assert live.moved == moved

@@ -17,7 +17,7 @@ from surefoot.distributed.process_group import SINGLE_PROCESS, World
 from surefoot.errors import ModelError
 from surefoot.methods.base import BatchTotals, TrainContext
 from surefoot.models.build import build_model
-from surefoot.planner.trace import _LiveTensors
+from surefoot.planner.live_tensors import LiveTensors
 from surefoot.training.async_checkpoint import Saver
 from surefoot.training.train_setup import build_train_context
 from tests.support.batches import batch
@@ -43,7 +43,7 @@ def test_checkpointed_layers_leave_no_copy_of_their_weights(settings: dict[str, 
     assert alive == (0 if is_checkpointed else len(weights))
 
 
-class _Copies(_LiveTensors):
+class _Copies(LiveTensors):
     """Counts bfloat16 copies of weights that are alive."""
 
     def __init__(self, weights: list[nn.Parameter]) -> None:

@@ -20,10 +20,12 @@ from surefoot.methods.sft.method import Sft, SftObjective
 from surefoot.methods.sft.settings import SftConfig
 from surefoot.models.build import build_model, build_without_storage
 from surefoot.models.lora import LoraSettings
+from surefoot.planner import trace
 from surefoot.planner.devices import get_device
 from surefoot.planner.forecast import forecast
+from surefoot.planner.live_tensors import LiveTensors
 from surefoot.planner.sizes import check_fields
-from surefoot.planner.trace import ATTEND, ATTENTION, Trace, _LiveTensors, make_shaped_batch, trace_step
+from surefoot.planner.trace import ATTEND, ATTENTION, Trace, make_shaped_batch, trace_step
 from surefoot.planner.vision_tower import ImageBatch, add_images, fit_images
 from tests.support.vision import KINDS
 
@@ -87,7 +89,7 @@ def test_the_peak_is_that_of_real_tensors(
     objective, batch = SftObjective(built, 0.0), real(built.model)
     assert batch.vision is not None
     known = [*built.model.parameters(), *built.model.buffers(), batch.ids, batch.position_ids, batch.target_positions]
-    live = _LiveTensors(known)
+    live = LiveTensors(known)
     for parameter in built.model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(live.keep_gradient)
@@ -128,6 +130,32 @@ def test_a_frozen_tower_keeps_nothing_for_a_backward(kind: str, vision_folder: F
     assert needs_gradient == [False]
 
 
+@pytest.mark.parametrize("targets", [("attention",), ("attention", "vision")], ids=["frozen tower", "trained tower"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_blocks_of_a_tower_are_traced_as_if_each_ran(
+    kind: str, targets: tuple[str, ...], vision_folder: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads((vision_folder(kind) / "config.json").read_text())
+    config["vision_config"]["depth"] = 6
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    runs = []
+    blocks = trace.tower_blocks
+
+    def counted_blocks(model: Any) -> Any:
+        for block in blocks(model):
+            block.register_forward_pre_hook(lambda *_: runs.append("block"))
+            block.norm1.register_forward_pre_hook(lambda *_: runs.append("inside"))
+        return blocks(model)
+
+    monkeypatch.setattr(trace, "tower_blocks", counted_blocks)
+    once = traced(tmp_path, lora(*targets), is_checkpointed=False)
+    assert runs.count("block") > 6
+    if targets == ("attention",):
+        assert runs.count("inside") <= runs.count("block") / 2, "blocks with windows and without"
+    monkeypatch.setattr(trace, "tower_blocks", lambda _model: [])
+    assert traced(tmp_path, lora(*targets), is_checkpointed=False) == once
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sequence_is_taken_to_be_full_of_the_largest_images(kind: str, vision_folder: Folders) -> None:
     def run(**more: Any) -> RunConfig:
@@ -144,7 +172,7 @@ def test_a_sequence_is_taken_to_be_full_of_the_largest_images(kind: str, vision_
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_products_of_attention_are_counted(is_causal: bool) -> None:
     query = torch.randn(2, 3, 8, 4, requires_grad=True)
-    live = _LiveTensors([query])
+    live = LiveTensors([query])
     with live:
         out = ATTEND(query, query, query, 0.0, is_causal)[0]
         forward = live.flops

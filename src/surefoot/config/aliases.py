@@ -22,6 +22,7 @@ ALIASES: dict[str, str] = {
     **dict.fromkeys(["rslora", "peft_use_rslora"], "use_rslora"),
     "peft_use_dora": "use_dora",
     **dict.fromkeys(["peft_layers_to_transform", "lora_layers_to_transform"], "layers_to_transform"),
+    **dict.fromkeys(["lora_modules_to_save", "additional_target"], "modules_to_save"),
     **dict.fromkeys(["cutoff_len", "sequence_len", "max_seq_length", "max_seq_len"], "max_length"),
     **dict.fromkeys(["sample_packing", "neat_packing"], "packing"),
     **dict.fromkeys(["micro_batch_size", "train_batch_size", "per_device_batch_size"], "per_device_train_batch_size"),

@@ -167,16 +167,16 @@ class RolloutConfig(RunConfig):
             )
         yield from check_address("vllm_server", self.vllm_server)
         targets = [self.target_modules] if isinstance(self.target_modules, str) else self.target_modules
-        unsent = {
-            "router": "routers are trained in full, and beside full fine-tuning only adapters are sent to a server",
-            "vision": "a server applies adapters to the language model alone",
-        }
-        for target in (target for target in unsent if self.tuning == "lora" and target in targets):
+        in_full = "it is trained in full, and beside full fine-tuning only low-rank pairs are sent to a server"
+        unsent = {name: (setting, in_full) for name, setting in self.trained_in_full.items()}
+        if self.tuning == "lora" and "vision" in targets:
+            unsent["vision"] = ("target_modules", "a server applies adapters to the language model alone")
+        for name, (setting, reason) in unsent.items():
             yield Contradiction(
-                f"rollout_engine=vllm with {target} in target_modules: {unsent[target]}. Leave {target} out, or set "
+                f"rollout_engine=vllm with {name} in {setting}: {reason}. Leave {name} out, or set "
                 "rollout_engine: local",
                 "rollout_engine",
-                "target_modules",
+                setting,
             )
         if self.use_dora and self.tuning == "lora":
             yield Contradiction(

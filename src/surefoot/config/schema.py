@@ -242,6 +242,10 @@ class RunConfig(BaseModel):
     `.*layers\\.[0-3]\\.self_attn\\.[qv]_proj`."""
     layers_to_transform: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, min_length=1)
     """Numbers of the decoder layers that LoRA adapts, from 0. Default: all of them."""
+    modules_to_save: list[str] = Field(default_factory=list)
+    """Modules that are trained in full beside LoRA and saved whole in the adapter, by the ends of their names as in
+    PEFT: `embed_tokens`, `lm_head`, `norm`. A weight that embeddings and output layer share stays one weight: naming
+    either of them trains it."""
     freeze_vision_tower: bool = True
     """Whether full fine-tuning leaves the vision tower and its patch merger unchanged."""
     quantization: Literal["nf4", "int8"] | None = None
@@ -497,10 +501,11 @@ class RunConfig(BaseModel):
         return ceil(self.max_steps / self.save_steps) if self.max_steps is not None else None
 
     @property
-    def trains_routers(self) -> bool:
-        """Whether LoRA trains the routers, in full, beside its adapters."""
+    def trained_in_full(self) -> dict[str, str]:
+        """What LoRA trains in full beside its pairs, each with the setting that names it; empty with full tuning."""
         targets = [self.target_modules] if isinstance(self.target_modules, str) else self.target_modules
-        return self.tuning == "lora" and "router" in targets
+        routers = {"router": "target_modules"} if "router" in targets else {}
+        return (dict.fromkeys(self.modules_to_save, "modules_to_save") | routers) if self.tuning == "lora" else {}
 
     @property
     def keeps_reference(self) -> bool:
@@ -525,7 +530,7 @@ class RunConfig(BaseModel):
     @property
     def starts_from_base(self) -> bool:
         """Whether training begins with the model without its adapter, which stays as it is."""
-        return self.tuning == "lora" and not self.trains_routers and self.init_adapter is None
+        return self.tuning == "lora" and not self.trained_in_full and self.init_adapter is None
 
     @property
     def run_folder(self) -> Path:

@@ -93,6 +93,7 @@ def _check_tuning(run: RunConfig, non_default: set[str]) -> Iterator[Contradicti
                 "target_modules",
                 "init_adapter",
                 "layers_to_transform",
+                "modules_to_save",
             }
         )
         if lora:

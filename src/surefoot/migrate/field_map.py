@@ -198,6 +198,8 @@ def _map_trained_modules(run: ParsedRun, name: str, value: Any) -> MappedSetting
         if not combined or name != given_keys[-1]:
             return {}
         return {"target_modules": combined[0] if len(combined) == 1 else combined}
+    if ALIASES.get(name, name) == "modules_to_save" and isinstance(value, str):
+        return {"modules_to_save": [part.strip() for part in value.split(",") if part.strip()]}
     if name == "bf16" and value == "auto":
         return {}
     return ...

@@ -161,7 +161,6 @@ UNSUPPORTED = _index_by_name({
     "the best checkpoint is not selected: save_total_limit keeps the newest":
         "load_best_model_at_end metric_for_best_model",
     "biases are not trained with LoRA": "lora_bias",
-    "only LoRA and, as `router`, routers are trained": "modules_to_save additional_target lora_modules_to_save",
     "the projector between tower and decoder is part of the tower: freeze_vision_tower applies to both":
         "freeze_aligner freeze_multi_modal_projector",
     "the rotary embedding is that of the model's config.json": "rope_scaling",

@@ -7,7 +7,10 @@ from surefoot.migrate.imported_run import ImportedRun
 from surefoot.migrate.model_kind import has_vision_tower, is_moe
 from surefoot.migrate.values import as_list, parse_number
 
-LORA_SETTINGS = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora")
+LORA_SETTINGS = (
+    "lora_rank", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora", "layers_to_transform",
+    "modules_to_save",
+)  # fmt: skip
 TRAIN_TOWERS = frozenset({"TRL", "axolotl"})
 """Programs that train the vision tower of a model unless told otherwise, in full and as part of all linear layers."""
 

@@ -1,11 +1,11 @@
 """Writer and reader of PEFT's adapter files for Surefoot's LoRA parameters.
 
-`peft_layout` says how the files name and lay out what the model has. Routers trained in full are stored in full with
-their buffers, as PEFT's `modules_to_save`.
+`peft_layout` says how the files name and lay out what the model has. What is trained in full, such as routers, is
+stored in full with its buffers, as PEFT's `modules_to_save`.
 """
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from surefoot.models.adapter_files import (
     WEIGHTS,
     WRAPPED,
     describe_targets,
+    join_shared,
     load_for_model,
 )
 from surefoot.models.hubs import MODELSCOPE
@@ -46,17 +47,31 @@ def write_adapter(
     `shapes`: shapes of all parameters, by the model's names, and of the `tensors_beside` them. `values` come
     in the same order; none is kept. `model` is read for its names alone.
     """
-    layout = PeftLayout(model)
+    layout, names_of = PeftLayout(model), _names_by_first(model)
 
-    def convert(name: str, value: Tensor) -> tuple[str, Tensor]:
-        key, as_stored = layout.convert_to_file(name, value, shapes)
-        return f"{PREFIX}{layout.spell(key)}", as_stored
+    def convert(first: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the keys and values of a tensor, in each place of the model that shares it."""
+        for name in names_of.get(first, [first]):
+            key, as_stored = layout.convert_to_file(name, value, shapes)
+            yield f"{PREFIX}{layout.spell(key)}", as_stored
 
     empty = {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in shapes.items()}
-    with tensor_file(folder / WEIGHTS, dict(convert(name, spec) for name, spec in empty.items())) as file:
-        for name, value in values:
-            file.write(*convert(name, value.detach().float()))
-    (folder / CONFIG).write_text(json.dumps(_build_peft_config(shapes, settings, base_model, model), indent=2) + "\n")
+    specs = dict(item for name, spec in empty.items() for item in convert(name, spec))
+    with tensor_file(folder / WEIGHTS, specs) as file:
+        for first, value in values:
+            for item in convert(first, value.detach().float()):
+                file.write(*item)
+    names = [name for first in shapes for name in names_of.get(first, [first])]
+    config = _build_peft_config(names, settings, base_model, model, is_shared=len(names) > len(shapes))
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _names_by_first(model: PreTrainedModel) -> dict[str, list[str]]:
+    """Return all names of each parameter, by the first of them: embeddings may be the output layer's weight, too."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {all_names[0]: all_names for all_names in names.values()}
 
 
 def tensors_beside(model: PreTrainedModel, trained: Collection[str]) -> list[str]:
@@ -76,8 +91,9 @@ def get_tensor(model: PreTrainedModel, name: str) -> Tensor:
 
 
 def _build_peft_config(
-    parameters: Collection[str], settings: LoraSettings, base_model: str, model: PreTrainedModel
+    parameters: Collection[str], settings: LoraSettings, base_model: str, model: PreTrainedModel, *, is_shared: bool
 ) -> dict[str, Any]:
+    """Return the content of adapter_config.json. `is_shared`: whether the model has a parameter in two places."""
     linears = {name.removesuffix(".lora_A") for name in parameters if name.endswith(".lora_A")}
     stacks = {name.removesuffix("_lora_A") for name in parameters if name.endswith("_lora_A")} - linears
     saved = {name.rpartition(".")[0] for name in parameters if not is_lora(name)}
@@ -100,6 +116,7 @@ def _build_peft_config(
         "target_modules": sorted(modules),
         "target_parameters": sorted(target_parameters) or None,
         "modules_to_save": sorted({_name_for_peft(name, routers, model) for name in routers}) or None,
+        **({"ensure_weight_tying": True} if is_shared else {}),
     }
 
 
@@ -136,6 +153,7 @@ def read_adapter(
     """
     layout = PeftLayout(model)
     config, stored = load_for_model(folder, layout)
+    join_shared(stored, model)
     _check_can_be_continued(folder, config, stored)
     run_values = {
         "lora_rank": settings.rank,
@@ -212,7 +230,9 @@ def _check_targets(
         )
     raise ModelError(
         f"init_adapter={folder}: the adapter was trained with {describe_targets(config)}, and this run trains "
-        f"target_modules={list(settings.targets)}: {'; '.join(details)}. Set target_modules to what the adapter has."
+        f"target_modules={list(settings.targets)}"
+        f"{f', modules_to_save={list(settings.modules_to_save)}' if settings.modules_to_save else ''}: "
+        f"{'; '.join(details)}. Set both to what the adapter has."
     )
 
 

@@ -24,6 +24,7 @@ from surefoot.models.adapter_files import (
     describe_targets,
     is_named,
     is_selected,
+    join_shared,
     load_for_model,
     read_strength,
 )
@@ -85,6 +86,8 @@ class AdapterContents:
     low_rank: dict[str, Pair]
     whole: dict[str, Tensor]
     """Parameters that were trained in full, and others that are stored in full."""
+    joined: frozenset[str] = frozenset()
+    """Those of them that are shared by two places of the model, for both of which the adapter has the same values."""
 
     def as_parameters(self, model: PreTrainedModel) -> "AdapterParameters":
         """Return the adapter as LoRA of one rank of a model, which is read for its names and shapes alone."""
@@ -118,7 +121,7 @@ class AdapterContents:
         targets = (*sorted(modules), *sorted(parameters), *in_full)
         has_magnitudes = any(pair.magnitude is not None for pair in pairs.values())
         settings = LoraSettings(rank, scaling * rank, dora=has_magnitudes, targets=targets)
-        return AdapterParameters(self.folder, settings, values, updates)
+        return AdapterParameters(self.folder, settings, values, updates, self.joined)
 
     def _check_fits(self, model: PreTrainedModel) -> None:
         """Raise ModelError unless a model has the weights that the adapter is for."""
@@ -147,13 +150,16 @@ class AdapterParameters:
     """Values of parameters, by name."""
     updates: dict[str, Tensor]
     """Products that are added to weights which PEFT adapts and LoRA here cannot: those of routers and indexers."""
+    joined: frozenset[str]
+    """See `AdapterContents.joined`."""
 
     @torch.no_grad()
     def load_into(self, model: PreTrainedModel) -> None:
         """Load the adapter into a model that was built with its settings."""
         for name, value in self.values.items():
             weight = get_tensor(model, name)
-            refuse_shared(self.folder, model, name, value, weight)
+            if name not in self.joined:
+                refuse_shared(self.folder, model, name, value, weight)
             weight.copy_(value)
         for name, update in self.updates.items():
             weight = get_tensor(model, name)
@@ -227,7 +233,7 @@ def read_contents(folder: Path, model: PreTrainedModel) -> AdapterContents:
         elif not name.endswith(".lora_B.weight"):
             full_weights[name.replace(WRAPPED, ".")] = a
     _check_magnitudes(folder, config, low_rank, magnitudes)
-    return AdapterContents(folder, low_rank, full_weights)
+    return AdapterContents(folder, low_rank, full_weights, frozenset(join_shared(full_weights, model)))
 
 
 def _check_magnitudes(

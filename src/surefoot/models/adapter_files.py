@@ -8,9 +8,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from surefoot.config.documents import shorten
 from surefoot.errors import ModelError
@@ -37,7 +39,7 @@ adapter is created, so that the adapter belongs to weights that are saved nowher
 OTHER_KINDS = (
     "lora_bias", "layer_replication", "alora_invocation_tokens",
     "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config", "velora_config",
-    "trainable_token_indices", "ensure_weight_tying", "megatron_config",
+    "trainable_token_indices", "megatron_config",
 )  # fmt: skip
 """PEFT settings that combine a pair of matrices in another way than plain LoRA, or choose other modules."""
 PATTERN = r"(.*\.)?({})$"
@@ -94,6 +96,19 @@ def load_for_model(folder: Path, layout: PeftLayout) -> tuple[dict[str, Any], di
             "the adapter as a model."
         )
     return config, {layout.read_key(key.removeprefix(PREFIX)): value for key, value in stored.items()}
+
+
+def join_shared(stored: dict[str, Tensor], model: PreTrainedModel) -> set[str]:
+    """Leave one of two equal tensors of a weight that a model has in two places; return the names of what is left.
+
+    `stored`: tensors of an adapter, by name; changed in place.
+    """
+    ties: dict[str, str] = model.all_tied_weights_keys
+    shared = {name for name in stored.keys() & ties.keys() if ties[name] in stored}
+    shared = {name for name in shared if torch.equal(stored[name], stored[ties[name]])}
+    for name in shared:
+        del stored[name]
+    return {ties[name] for name in shared}
 
 
 def _check_types(config: Mapping[str, Any], path: Path) -> None:

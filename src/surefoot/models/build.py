@@ -8,7 +8,8 @@ Independent of data, loss and optimisers.
 """
 
 import logging
-from collections.abc import Callable, Container
+import re
+from collections.abc import Callable, Collection, Container
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
@@ -33,7 +34,7 @@ from surefoot.models.fused_norms import fuse_norms
 from surefoot.models.fused_rotary import fuse_rotary
 from surefoot.models.isolation import Isolation, isolate_samples, isolate_without_values
 from surefoot.models.kept_experts import Contexts, KeptExperts
-from surefoot.models.lora import LoraSettings, LoraTargets, attach, initial_value, is_lora
+from surefoot.models.lora import LoraSettings, LoraTargets, attach, checked_targets, initial_value, is_lora
 from surefoot.models.lora_copies import PairCopies
 from surefoot.models.lora_linear import MAGNITUDE
 from surefoot.models.pretrained import (
@@ -145,6 +146,7 @@ def build_without_storage(
     fuse_gates(model)
     if targets is not None:
         mark_trainable(model, targets)
+        _return_states_in(dtype, model, targets)
     else:
         _freeze(model, _names_frozen(model, freeze_vision=freeze_vision))
     accept_samples(model)
@@ -205,6 +207,8 @@ def build_model(
     if not is_trained:
         frozen |= {name for name, _ in whole.named_parameters()}
     attached_targets: list[LoraTargets] = []
+    if lora is not None:
+        stock = _with_float32(stock, checked_targets(whole, lora).in_full)
     cls = _add_lora_to_class(stock, lora, attached_targets) if lora is not None else stock
 
     def mark(model: PreTrainedModel) -> None:
@@ -237,11 +241,11 @@ def build_model(
     if is_offloaded:
         _move_whole_tensors(model, device)
     targets = attached_targets[-1] if lora is not None else None
-    if targets is not None and targets.routers and sharding is not None:
-        _check_router_dtype(stored)
     mark(model)
     if lora is not None:
         _set_initial_values(model, lora, device)
+    if targets is not None:
+        _return_states_in(dtype, model, targets)
     if has_score and score_head.WEIGHT not in CheckpointWeights(folder).weights:
         _set_initial_score(model, seed)
     _align_weights(model)
@@ -289,15 +293,6 @@ def compile_layers(built: BuiltModel) -> None:
             layer._gradient_checkpointing_func = checkpoint  # type: ignore[assignment]
         else:
             layer.compile(dynamic=True)
-
-
-def _check_router_dtype(stored: torch.dtype) -> None:
-    """Raise ModelError if adapted routers, which are float32, differ in type from the weights they are sharded with."""
-    if stored != torch.float32:
-        raise ModelError(
-            f"target_modules: routers are trained in float32, but the model is stored in {stored} and sharded over "
-            "several ranks, which must agree in type. Leave `router` out, or set dtype: float32."
-        )
 
 
 def _prepare_for_training(
@@ -388,17 +383,39 @@ def _add_sharding_to_class(
     return type(cls.__name__, (cls,), {**methods, "__module__": cls.__module__})
 
 
+def _with_float32(cls: type[PreTrainedModel], names: Collection[str]) -> type[PreTrainedModel]:
+    """Return a subclass that stores these parameters, which are trained in full, in float32."""
+    patterns = [f"^{re.escape(name)}$" for name in names]
+    in_float32 = [*(cls._keep_in_fp32_modules_strict or ()), *patterns]
+    return type(cls.__name__, (cls,), {"_keep_in_fp32_modules_strict": in_float32, "__module__": cls.__module__})
+
+
 def mark_trainable(model: PreTrainedModel, targets: LoraTargets) -> None:
-    """Set LoRA, targeted routers and a score head to be trained, and freeze everything else."""
-    trained_in_full = {f"{name}.weight" for name in targets.routers}
+    """Set LoRA, what is trained in full beside it and a score head to be trained, and freeze everything else."""
+    in_full = targets.in_full
     if score_head.head_of(model) is not None:
-        trained_in_full.add(score_head.WEIGHT)
-    for name, parameter in list(model.named_parameters()):
+        in_full.add(score_head.WEIGHT)
+    floats = {
+        id(parameter): nn.Parameter(parameter.data.float())
+        for name, parameter in model.named_parameters()
+        if name in in_full and parameter.dtype != torch.float32
+    }
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):  # in each place that shares it
         owner, _, leaf = name.rpartition(".")
-        if name in trained_in_full and parameter.dtype != torch.float32:
-            setattr(model.get_submodule(owner), leaf, nn.Parameter(parameter.data.float()))
-        else:
-            parameter.requires_grad_(is_lora(name) or name in trained_in_full)
+        if id(parameter) in floats:
+            setattr(model.get_submodule(owner), leaf, floats[id(parameter)])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_lora(name) or name in in_full)
+
+
+def _return_states_in(dtype: torch.dtype, model: PreTrainedModel, targets: LoraTargets) -> None:
+    """Let modules that are trained in full in float32 return what other modules compute with in `dtype`."""
+
+    def convert(_module: nn.Module, _inputs: Any, states: Any) -> Any:
+        return states.to(dtype) if isinstance(states, Tensor) else states
+
+    for owner in {name.rpartition(".")[0] for name in targets.whole} if dtype != torch.float32 else ():
+        model.get_submodule(owner).register_forward_hook(convert)
 
 
 def _names_frozen(model: PreTrainedModel, *, freeze_vision: bool) -> set[str]:

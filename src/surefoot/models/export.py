@@ -197,7 +197,8 @@ class _Merger:
         full_weight = self._content.whole.get(place.parameters[0])
         if full_weight is not None and place.converter is None:
             self._check_shape(place.parameters[0], full_weight.shape, value.shape)
-            refuse_shared(self._folder, self._layout.model, place.parameters[0], full_weight, value)
+            if place.parameters[0] not in self._content.joined:
+                refuse_shared(self._folder, self._layout.model, place.parameters[0], full_weight, value)
             value = full_weight.to(value.dtype)
         if not any(name in self._content.low_rank for name in place.parameters):
             return value

@@ -162,12 +162,16 @@ def isolate_without_values(model: PreTrainedModel, *, has_own_attention: bool) -
         kinds = rotary.rope_type
         rotary.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"  # type: ignore[assignment]
     probe = MixingProbe(model, torch.float32)
+
+    def is_apart(part: nn.Module) -> bool:
+        return any(isinstance(module, nn.Conv1d) for module in part.modules()) or probe.has_table_of_pairs(part)
+
+    if not has_own_attention and not is_apart(decoder):
+        return
     for name, shapes in probe.observe_parts(decoder).items():
         part = decoder.get_submodule(name)
         is_masked = has_own_attention and any(len(dims) > 1 for dims in shapes.arguments.values())
-        is_masked = is_masked and not hasattr(part, "is_kv_shared_layer")
-        convolves = any(isinstance(module, nn.Conv1d) for module in part.modules())
-        if is_masked or convolves or probe.has_table_of_pairs(part):
+        if is_apart(part) or (is_masked and not hasattr(part, "is_kv_shared_layer")):
             run_per_sample(part, shapes, is_stateful=False)
 
 

@@ -17,7 +17,7 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +69,8 @@ class LoraSettings:
     targets: tuple[str, ...] = ("attention", "experts")
     layers: tuple[int, ...] | None = None
     """Numbers of the decoder layers whose targets are adapted; None for all targets, also outside of layers."""
+    modules_to_save: tuple[str, ...] = ()
+    """Ends of the names of modules that are trained in full."""
     seed: int = 0
     weight_format: WeightFormat = FLOAT
     """How the frozen weights of the decoder's linear layers and experts are stored."""
@@ -91,6 +93,7 @@ def lora_settings(config: RunConfig) -> LoraSettings | None:
         dora=config.use_dora,
         targets=tuple(targets),
         layers=tuple(config.layers_to_transform) if config.layers_to_transform is not None else None,
+        modules_to_save=tuple(config.modules_to_save),
         seed=config.seed,
         weight_format=format_of_frozen(config),
     )
@@ -117,6 +120,13 @@ class LoraTargets:
     """Names of stacks of experts (`model.layers.0.mlp.experts.gate_up_proj`)."""
     routers: list[str] = field(default_factory=list)
     """Names of the modules that hold the matrices of routers, which are small and trained in full."""
+    whole: list[str] = field(default_factory=list)
+    """Names of further parameters that are trained in full, those of `modules_to_save`."""
+
+    @property
+    def in_full(self) -> set[str]:
+        """Names of all parameters that are trained in full."""
+        return {*self.whole, *(f"{name}.weight" for name in self.routers)}
 
 
 def find_targets(model: PreTrainedModel, targets: Iterable[str]) -> LoraTargets:
@@ -285,6 +295,7 @@ PARTS_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 def checked_targets(model: PreTrainedModel, settings: LoraSettings) -> LoraTargets:
     """Return the targets of these settings in a model. Raises: ModelError for an invalid or unsupported target."""
     targets = _in_layers(find_targets(model, settings.targets), model, settings.layers)
+    targets = replace(targets, whole=_find_whole(model, settings, targets))
     if settings.dropout and targets.experts:
         raise ModelError(
             f"lora_dropout={settings.dropout} with {len(targets.experts)} expert stacks among the targets: dropout "
@@ -322,6 +333,54 @@ def _in_layers(targets: LoraTargets, model: PreTrainedModel, numbers: tuple[int,
     if inside == LoraTargets():
         raise ModelError(f"layers_to_transform: target_modules match nothing in the layers {list(numbers)}.")
     return inside
+
+
+def _find_whole(model: PreTrainedModel, settings: LoraSettings, targets: LoraTargets) -> list[str]:
+    """Return the names of the parameters in the modules that `modules_to_save` names, a shared one by its first name.
+
+    Raises: ModelError for a name that matches nothing, and for modules that are trained otherwise, or cannot be.
+    """
+    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    refusals = _refuse_in_full(model, settings, targets) if settings.modules_to_save else {}
+    whole: dict[str, None] = {}
+    for end in settings.modules_to_save:
+        matches = {name: module for name, module in model.named_modules() if f".{name}".endswith(f".{end}")}
+        parameters = [parameter for module in matches.values() for parameter in module.parameters()]
+        if not parameters:
+            raise ModelError(_describe_missing_module(end, model, is_there=bool(matches)))
+        for refused, reason in refusals.items():
+            if any(f"{refused}.".startswith(f"{name}.") for name in matches):
+                raise ModelError(f"modules_to_save: {end} means {refused}, {reason}.")
+        whole |= dict.fromkeys(first_names[id(parameter)] for parameter in parameters)
+    return list(whole)
+
+
+def _refuse_in_full(model: PreTrainedModel, settings: LoraSettings, targets: LoraTargets) -> dict[str, str]:
+    """Return the modules that cannot be trained in full beside LoRA, with the reasons."""
+    experts = {
+        name for name, module in model.named_modules() if any(s.owner is module for _, s in expert_stacks(model))
+    }
+    quantised = _find_stored(model) if settings.weight_format is not FLOAT else {}
+    return (
+        dict.fromkeys(indexer_names(model), "to which no gradient flows. Leave it out")
+        | dict.fromkeys(
+            (name.removesuffix(".weight") for name in quantised),
+            "whose frozen weights are quantised, and such weights cannot be trained. Name it in target_modules "
+            "instead, or set quantization: null",
+        )
+        | dict.fromkeys(experts, "which is not trained in full beside LoRA. Name experts in target_modules instead")
+        | dict.fromkeys(
+            [*targets.linears, *(name.rpartition(".")[0] for name in targets.experts)],
+            "which target_modules names too: it would be trained twice. Leave it out of one of them",
+        )
+    )
+
+
+def _describe_missing_module(end: str, model: PreTrainedModel, *, is_there: bool) -> str:
+    holders = {name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))}
+    near = difflib.get_close_matches(end, sorted({name.rpartition(".")[2] for name in holders}), n=4, cutoff=0.4)
+    problem = "has no parameters" if is_there else "is no module"
+    return f"modules_to_save: {end} {problem} of {class_name(model)}. Nearest: {', '.join(near) or 'none'}."
 
 
 def attach(model: PreTrainedModel, settings: LoraSettings) -> LoraTargets:

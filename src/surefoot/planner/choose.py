@@ -10,7 +10,7 @@ from surefoot.models.build import meta_model
 from surefoot.models.experts import can_keep_outputs
 from surefoot.planner.devices import GIB, Device, detect_gpu
 from surefoot.planner.forecast import Forecast, forecast, sequence_length
-from surefoot.planner.trace import limit_trace_time
+from surefoot.planner.live_tensors import limit_trace_time
 from surefoot.system.memory import room_bytes
 
 MOST_TOKENS = 16_384

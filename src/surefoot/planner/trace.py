@@ -4,27 +4,20 @@ The ops are those of a real step, so what autograd saves, recomputes and frees i
 the missing values: tokens go to the experts evenly, and plain attention saves what the flash kernels save.
 """
 
-import math
-import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils._pytree import tree_flatten
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from surefoot.data.collate import MicroBatch
 from surefoot.data.image_processor import Vision
-from surefoot.errors import ModelError
 from surefoot.models.attention import attend_sample_by_sample, read_settings, samples_of_row
 from surefoot.models.attention_math import attend, attend_by_definition, with_heads_of
 from surefoot.models.build import BuiltModel
@@ -32,16 +25,12 @@ from surefoot.models.decoder_layers import decoder_layers
 from surefoot.models.expert_layouts import is_fused_experts
 from surefoot.models.sample_masks import SampleMask, describe_mask
 from surefoot.models.varlen_attention import SHARES_HEADS
-from surefoot.models.vision import vision_tower
+from surefoot.models.vision import tower_blocks, vision_tower
 from surefoot.planner.expert_dispatch import Exchange, exchanged_bytes
-from surefoot.planner.op_costs import ATTEND, ATTENTION_OPS, count_flops, count_moved_bytes, list_tensors
+from surefoot.planner.live_tensors import LOGITS, LiveTensors, Moment
+from surefoot.planner.op_costs import ATTEND, list_tensors
 
 ATTENTION = "surefoot_plan"
-DEADLINE_S: ContextVar[float] = ContextVar("deadline_s", default=math.inf)
-"""Time of `time.monotonic` at which traces are given up."""
-READ_DEVICE = torch.ops.prim.device.default
-Moment = tuple[int, int, int]
-"""Bytes that are alive at once: (all tensors but gradients, unsharded gradients, logits among the former)."""
 
 
 @dataclass(frozen=True)
@@ -112,113 +101,6 @@ class Trace:
 
 
 EMPTY_TRACE = Trace(moments=((0, 0, 0),), gradient_share=0.0)
-LOGITS = "logits"
-
-
-@contextmanager
-def limit_trace_time(seconds: float) -> Iterator[None]:
-    """Give traces up after so many seconds: they raise ModelError."""
-    token = DEADLINE_S.set(time.monotonic() + seconds)
-    try:
-        yield
-    finally:
-        DEADLINE_S.reset(token)
-
-
-class _LiveTensors(TorchDispatchMode):
-    """Counter of the bytes of tensors that are alive, except those in `excluded`."""
-
-    def __init__(self, excluded: Sequence[Tensor], gradient_share: float = 1.0, vocabulary: int = 0) -> None:
-        """`vocabulary`: width of logits."""
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.flops = self.moved = self.gradients = 0
-        self._gradient_share, self._vocabulary_size = gradient_share, vocabulary
-        self._num_entered, self._is_backward = 0, False
-        self._peaks: dict[tuple[bool, int], tuple[float, Moment]] = {}
-        """(in the backward?, number of layers entered in it or in the forward) -> the most bytes alive then."""
-        self.kind = "other"
-        self.by_kind: dict[str, int] = defaultdict(int)
-        self._alive: dict[int, Any] = {}
-        self._excluded_storages = [tensor.untyped_storage() for tensor in excluded]
-        self._excluded_keys = {storage._cdata for storage in self._excluded_storages}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if time.monotonic() > DEADLINE_S.get():
-            raise ModelError("the model's code takes too long to trace")
-        if func is READ_DEVICE:  # more than half of all calls; FakeTensorMode takes long to find it
-            return args[0].fake_device
-        output = func(*args, **(kwargs or {}))
-        for tensor in list_tensors(output):
-            self._track_tensor(tensor)
-        if func in ATTENTION_OPS or func.overloadpacket in flop_registry:
-            self.flops += count_flops(func, args, kwargs or {}, output)
-        elif not func.is_view:
-            self.moved += count_moved_bytes(func, (args, kwargs), output)
-        return output
-
-    def begin_backward(self) -> None:
-        """Begin the backward; layers whose forward is entered from now on are recomputed."""
-        self._num_entered, self._is_backward = 0, True
-
-    def enter_layer(self, *, is_backward: bool = False) -> None:
-        """Count the start of a decoder layer's forward, or the end of the last one's; or the start of its backward."""
-        if is_backward == self._is_backward:
-            self._num_entered += 1
-
-    def forward_moments(self) -> tuple[Moment, ...]:
-        """Return the first four of `Trace.moments`."""
-        after = self._last_progress(False)
-        return self._moments_at(False, (0, 1, after - 1, after))
-
-    def backward_moments(self) -> tuple[Moment, ...]:
-        """Return the last four of `Trace.moments`."""
-        count = self._last_progress(True)
-        return self._moments_at(True, (0, min(1, count), max(count - 1, 0), count))
-
-    def _last_progress(self, is_backward: bool) -> int:
-        return max((progress for in_backward, progress in self._peaks if in_backward == is_backward), default=0)
-
-    def _moments_at(self, is_backward: bool, progresses: tuple[int, ...]) -> tuple[Moment, ...]:
-        nothing: tuple[float, Moment] = (0.0, (0, 0, 0))
-        return tuple(self._peaks.get((is_backward, progress), nothing)[1] for progress in progresses)
-
-    def keep_gradient(self, parameter: Tensor) -> None:
-        """Count the tensor in `parameter.grad` as a gradient from now on."""
-        assert parameter.grad is not None
-        storage = parameter.grad.untyped_storage()
-        tracked = self._alive.pop(storage._cdata, None)
-        if tracked is not None:
-            self.add_gradient(parameter.grad)
-            self._subtract(storage.nbytes(), tracked[1])
-
-    def add_gradient(self, gradient: Tensor) -> None:
-        """Count a tensor that is not tracked as a gradient from now on."""
-        storage = gradient.untyped_storage()
-        self._excluded_storages.append(storage)
-        self._excluded_keys.add(storage._cdata)
-        self.gradients += storage.nbytes()
-
-    def _track_tensor(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._excluded_keys or key in self._alive or not size:
-            return
-        kind = LOGITS if tensor.dim() > 1 and tensor.shape[-1] == self._vocabulary_size else self.kind
-        self._alive[key] = (ref(storage, lambda _: self._on_storage_freed(key, size, kind)), kind)
-        self.now += size
-        self.by_kind[kind] += size
-        total = self.now + self._gradient_share * self.gradients
-        progress = self._is_backward, self._num_entered
-        if progress not in self._peaks or total > self._peaks[progress][0]:
-            self._peaks[progress] = (total, (self.now, self.gradients, self.by_kind[LOGITS]))
-
-    def _on_storage_freed(self, key: int, size: int, kind: str) -> None:
-        if self._alive.pop(key, None) is not None:
-            self._subtract(size, kind)
-
-    def _subtract(self, size: int, kind: str) -> None:
-        self.now -= size
-        self.by_kind[kind] -= size
 
 
 class _FlashAttention:
@@ -305,7 +187,7 @@ def trace_step(
              batch.target_positions, batch.targets]  # fmt: skip
     output_layer = model.get_output_embeddings()  # None for a model with a score
     vocabulary_size = output_layer.out_features if output_layer is not None else 0
-    live = _LiveTensors(excluded, gradient_share, vocabulary_size)
+    live = LiveTensors(excluded, gradient_share, vocabulary_size)
     saved: dict[str, int] = {}
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hooks = [parameter.register_post_accumulate_grad_hook(live.keep_gradient) for parameter in parameters]
@@ -315,7 +197,7 @@ def trace_step(
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
             live.add_gradient(parameter.grad)
-    with _track_kinds(model, live), _track_layers(model, live), live:
+    with _track_kinds(model, live), _track_layers(model, live), _repeat_tower_blocks(model, live), live:
         with autocast():
             loss = forward()
         saved = dict(live.by_kind)
@@ -327,8 +209,9 @@ def trace_step(
     exchanged = exchanged_bytes(model)
     saved.pop(LOGITS, None)  # see `logits_at_peak`
     model.zero_grad(set_to_none=True)
-    evaluation = _LiveTensors(excluded)
-    with torch.no_grad(), _track_layers(model, evaluation), evaluation, autocast():
+    evaluation = LiveTensors(excluded)
+    repeat = _repeat_tower_blocks(model, evaluation)
+    with torch.no_grad(), _track_layers(model, evaluation), repeat, evaluation, autocast():
         forward()
     return Trace(
         moments=(*live.forward_moments(), *live.backward_moments()),
@@ -342,7 +225,7 @@ def trace_step(
 
 
 @contextmanager
-def _track_layers(model: PreTrainedModel, live: _LiveTensors) -> Iterator[None]:
+def _track_layers(model: PreTrainedModel, live: LiveTensors) -> Iterator[None]:
     """Report each decoder layer that a forward or a backward enters to `live`."""
 
     def enter(*_: Any) -> None:
@@ -368,7 +251,37 @@ def _track_layers(model: PreTrainedModel, live: _LiveTensors) -> Iterator[None]:
 
 
 @contextmanager
-def _track_kinds(model: PreTrainedModel, live: _LiveTensors) -> Iterator[None]:
+def _repeat_tower_blocks(model: PreTrainedModel, live: LiveTensors) -> Iterator[None]:
+    """Run one of the equal blocks of a vision tower that keeps nothing for a backward; towers have dozens of them."""
+    blocks = tower_blocks(model)
+    forwards = [block.forward for block in blocks]
+
+    def repeated(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        parameters = list(block.parameters())
+        kind = type(block), tuple(parameter.shape for parameter in parameters)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            leaves, tree = tree_flatten((args, kwargs))
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            keeps = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors, *parameters))
+            if keeps or not all(isinstance(leaf, Tensor | int | float | str | None) for leaf in leaves):
+                return forward(*args, **kwargs)
+            described = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            return live.run_block((kind, str(tree), *described), lambda: forward(*args, **kwargs))
+
+        return run
+
+    for block, forward in zip(blocks, forwards, strict=True):
+        block.forward = repeated(block, forward)
+    try:
+        yield
+    finally:
+        for block, forward in zip(blocks, forwards, strict=True):
+            block.forward = forward
+
+
+@contextmanager
+def _track_kinds(model: PreTrainedModel, live: LiveTensors) -> Iterator[None]:
     """Report the kind of layer whose forward runs to `live`."""
     hooks, active_kinds = [], ["other"]
 

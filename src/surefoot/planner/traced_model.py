@@ -29,7 +29,7 @@ from surefoot.planner.vision_tower import ImageBatch, add_images
 
 FEW_LAYERS = 2
 """Least number of layers that are traced. A model whose layers repeat is extrapolated linearly from one period of their
-kinds and shapes, of so many layers at least, and two, both with the layers that are left over at the end."""
+kinds and shapes, of so many layers at least, and one more, both with the layers that are left over at the end."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,7 @@ def trace_of(spec: ModelSpec, step: StepSpec, gradient_share: float, expert_para
         return trace_layers(None)  # targets may be in single layers
     few = sizes.layer_period * ceil(FEW_LAYERS / sizes.layer_period)
     rest = sizes.num_layers % sizes.layer_period
-    if sizes.num_layers <= 2 * few + rest:
+    fewer, more = few + rest, few + sizes.layer_period + rest
+    if sizes.num_layers <= more:
         return trace_layers(None)
-    return trace_layers(few + rest).with_layers(
-        trace_layers(2 * few + rest), few + rest, 2 * few + rest, sizes.num_layers
-    )
+    return trace_layers(fewer).with_layers(trace_layers(more), fewer, more, sizes.num_layers)

@@ -28,24 +28,14 @@ from surefoot.training.export import load_adapter
 from surefoot.training.optimizers import build_optimizer
 
 Context = Callable[[], AbstractContextManager[object]]
+TARGET_SETTINGS = ("modules_to_save", "layers_to_transform", "use_dora", "lora_dropout")
+"""Settings with which a refusal of targets may begin, beside `target_modules`."""
 
 
 def sharding_of(config: RunConfig, ranks: World, device: torch.device) -> Sharding | None:
     """Return the sharding of a model over the ranks; None on one rank. Collective: creates process groups."""
     layout = Layout.of(config, ranks.size)
     return Sharding(layout, device) if layout.is_sharded else None
-
-
-def check_trained_routers(loaded: LoadedConfig, num_ranks: int) -> None:
-    """Raise ConfigError for routers that are adapted in a sharded model of another type. Nothing is read."""
-    config, lora = loaded.run, lora_settings(loaded.run)
-    is_sharded = Layout.of(config, num_ranks).is_sharded
-    if lora is not None and "router" in lora.targets and is_sharded and config.dtype != "float32":
-        raise ConfigError(
-            f"target_modules: routers are trained in float32, but the model is stored in {config.dtype} and sharded, "
-            f"and what is sharded together must agree in type. Leave `router` out, or set dtype: float32 "
-            f"({loaded.where('target_modules', 'dtype')})."
-        )
 
 
 def check_router_biases(loaded: LoadedConfig, base: Path) -> None:
@@ -83,7 +73,8 @@ def check_targets(loaded: LoadedConfig, base: Path) -> None:
     try:
         checked_targets(model, lora)
     except ModelError as error:
-        raise ModelError(f"{error} ({loaded.where('target_modules')})") from error
+        setting = next((name for name in TARGET_SETTINGS if str(error).startswith(name)), "target_modules")
+        raise ModelError(f"{str(error).removesuffix('.')} ({loaded.where(setting)}).") from error
     try:
         _check_stored_otherwise(base, loaded.run.quantization)
         check_frozen_weights(model, lora.weight_format)

@@ -54,7 +54,6 @@ from surefoot.training.train_setup import (
     check_packages,
     check_router_biases,
     check_targets,
-    check_trained_routers,
     sharding_of,
 )
 
@@ -216,7 +215,6 @@ def _check_model(run: _Run) -> Path:
         base = ranks.local_rank0_first(lambda: resolve_model(loaded.run.model, loaded.where("model")))
         ranks.local_rank0_first(lambda: check_experts(loaded, base))
         ranks.local_rank0_first(lambda: method_of(loaded.run).check_model(loaded, base))
-        ranks.local_rank0_first(lambda: check_trained_routers(loaded, ranks.size))
         ranks.local_rank0_first(lambda: check_router_biases(loaded, base))
         ranks.local_rank0_first(lambda: check_targets(loaded, base))
     return base

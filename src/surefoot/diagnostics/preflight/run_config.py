@@ -23,7 +23,6 @@ from surefoot.training.train_setup import (
     check_packages,
     check_router_biases,
     check_targets,
-    check_trained_routers,
 )
 
 NAME = "the run itself"
@@ -49,7 +48,6 @@ def _check_run(loaded: LoadedConfig) -> Result:
             model = load_config(base)
             check_experts(loaded, base)
             method_of(run).check_model(loaded, base)
-            check_trained_routers(loaded, ranks)
             check_router_biases(loaded, base)
             check_targets(loaded, base)
             open_images(loaded, base, model, load_tokenizer(base, run.chat_template))

@@ -82,7 +82,7 @@ class DistillConfig(RolloutConfig):
     def shares_base(self) -> bool:
         """Whether the teacher is the model without its adapter."""
         is_same = self.teacher_server is None and self.teacher_model == self.model
-        return is_same and self.tuning == "lora" and not self.trains_routers
+        return is_same and self.tuning == "lora" and not self.trained_in_full
 
     @property
     def models_beside(self) -> list[ModelBeside]:

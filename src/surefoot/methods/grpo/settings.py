@@ -234,12 +234,12 @@ class GrpoConfig(RolloutConfig):
                 "tuning",
             )
             return
-        if self.trains_routers:
+        for name, setting in self.trained_in_full.items():
             yield Contradiction(
-                f"{demand} with router in target_modules: routers are trained in full, so the model without its "
-                "adapter is not the one that training began with. Leave router out, or set beta: 0",
+                f"{demand} with {name} in {setting}: it is trained in full, so the model without its adapter is not "
+                f"the one that training began with. Leave {name} out, or set beta: 0",
                 "beta",
-                "target_modules",
+                setting,
             )
         if self.init_adapter:
             yield Contradiction(

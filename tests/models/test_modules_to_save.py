@@ -1,0 +1,201 @@
+"""Modules that are trained in full beside LoRA: the same training as PEFT's, and adapters that PEFT opens."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import surefoot
+from surefoot.config import load_config
+from surefoot.errors import ConfigError, ModelError
+from surefoot.inference.load import ModelFiles, load
+from surefoot.methods.base import BatchTotals
+from surefoot.methods.sft.method import SftObjective
+from surefoot.models.adapter import read_adapter
+from surefoot.models.build import BuiltModel, build_model, trainable_parameters
+from surefoot.models.export import merge_adapter
+from surefoot.models.generate import generating
+from surefoot.models.lora import LoraSettings
+from surefoot.models.quantization.formats import Int8Format
+from surefoot.planner.trace import make_shaped_batch
+from surefoot.training.trainer import train
+from tests.models.architectures import tiny_config
+from tests.support import rewards
+from tests.support.adapters import logits_of, save
+from tests.support.data import write_jsonl
+from tests.support.runs import SignalAfter, assert_same_run
+
+pytestmark = pytest.mark.slow
+
+CPU = torch.device("cpu")
+BOTH = ("embed_tokens", "lm_head", "model.norm")
+
+
+@pytest.fixture(params=[False, True], ids=["two weights", "one weight"])
+def base(request: pytest.FixtureRequest, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """A model whose output layer has its own weight, or that of the embeddings."""
+    folder = tmp_path / "base"
+    config = tiny_config("qwen2", vocab_size=512)
+    config.tie_word_embeddings = request.param
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def build(
+    base: Path, *modules: str, dtype: torch.dtype = torch.float32, **more: Any
+) -> tuple[BuiltModel, LoraSettings]:
+    settings = LoraSettings(rank=4, alpha=8, modules_to_save=modules, **{"targets": ("all",), **more})
+    built = build_model(base, lora=settings, device=CPU, dtype=dtype)
+    torch.manual_seed(11)
+    for parameter in trainable_parameters(built.model).values():
+        parameter.data += torch.randn_like(parameter) * 0.2
+    return built, settings
+
+
+def in_full(built: BuiltModel) -> set[str]:
+    return {name for name in trainable_parameters(built.model) if "lora_" not in name}
+
+
+def test_what_is_named_is_trained_in_float32(base: Path) -> None:
+    built, _ = build(base, *BOTH, dtype=torch.bfloat16)
+    is_tied = built.model.lm_head.weight is built.model.model.embed_tokens.weight
+    names = {"model.embed_tokens.weight", "model.norm.weight"} | (set() if is_tied else {"lm_head.weight"})
+    assert in_full(built) == names
+    assert {parameter.dtype for parameter in trainable_parameters(built.model).values()} == {torch.float32}
+    assert built.autocast
+    assert built.model.model.embed_tokens(torch.tensor([[1]])).dtype == torch.bfloat16, "layers compute in it"
+
+
+def test_losses_and_gradients_are_those_of_peft(base: Path, tmp_path: Path) -> None:
+    built, settings = build(base, *BOTH)
+    adapter = save(built, settings, tmp_path / "adapter", base)
+    peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter, is_trainable=True)
+    ids = torch.randint(3, 500, (1, 20))
+    batch = make_shaped_batch([20], 19)
+    batch.ids.copy_(ids)
+    batch.position_ids.copy_(torch.arange(20)[None])
+    batch.cu_seq_lens.copy_(torch.tensor([0, 20]))
+    batch.target_positions.copy_(torch.arange(19))
+    batch.targets.copy_(ids[0, 1:])
+    batch.answer_of.zero_()
+    loss = SftObjective(built, 0.0).loss(batch, BatchTotals(20, 19, 19.0)).total
+    loss.backward()
+    wanted = peft(input_ids=ids, labels=ids).loss
+    wanted.backward()
+    torch.testing.assert_close(loss, wanted, atol=1e-5, rtol=1e-5)
+    theirs = {
+        name.removeprefix("base_model.model.").replace("modules_to_save.default.", "").replace(".default", ""): p.grad
+        for name, p in peft.named_parameters()
+        if p.requires_grad
+    }
+    ours = {name.replace("lora_A", "lora_A.weight").replace("lora_B", "lora_B.weight"): parameter.grad
+            for name, parameter in trainable_parameters(built.model).items()}  # fmt: skip
+    assert ours.keys() == theirs.keys()
+    for name, gradient in ours.items():
+        torch.testing.assert_close(gradient, theirs[name], atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("modules", [BOTH, ("embed_tokens",), ("lm_head",)])
+def test_peft_and_the_merged_folder_give_the_trained_models_logits(
+    base: Path, tmp_path: Path, modules: tuple[str, ...]
+) -> None:
+    built, settings = build(base, *modules)
+    with generating(built.model):
+        wanted = logits_of(built.model)
+    adapter = save(built, settings, tmp_path / "adapter", base)
+    with_peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+    torch.testing.assert_close(logits_of(with_peft), wanted, atol=1e-4, rtol=1e-4)
+    merged = merge_adapter(base, adapter, tmp_path / "merged")
+    torch.testing.assert_close(logits_of(AutoModelForCausalLM.from_pretrained(merged)), wanted, atol=1e-4, rtol=1e-4)
+    opened, _ = load(ModelFiles(base, adapter, "it"))
+    torch.testing.assert_close(logits_of(opened), wanted, atol=1e-4, rtol=1e-4)
+    shapes = {name: parameter.shape for name, parameter in trainable_parameters(built.model).items()}
+    values = read_adapter(adapter, shapes, settings, built.model)
+    assert all(torch.equal(values[name], value) for name, value in trainable_parameters(built.model).items())
+
+
+def test_a_run_goes_on_from_its_checkpoint_and_its_adapter(base: Path, data_file: Path, tmp_path: Path) -> None:
+    def run(name: str, *observers: SignalAfter, **more: Any) -> Path:
+        settings = {"model": str(base), "dataset": str(data_file), "output_dir": str(tmp_path / name), "device": "cpu",
+                    "modules_to_save": "embed_tokens,lm_head", "max_steps": 4, "lora_rank": 4, "learning_rate": 1e-2,
+                    "max_length": 128, "report": False}  # fmt: skip
+        train(load_config(None, (), settings | more), observers, screen=False)
+        return tmp_path / name
+
+    whole = run("whole")
+    run("stopped", SignalAfter(2, signal.SIGTERM))
+    assert_same_run(whole, run("stopped"))
+    begun = run("begun", init_adapter=str(whole / "adapter"), max_steps=1, learning_rate=0.0)
+    untouched = AutoModelForCausalLM.from_pretrained(base)
+    models = [PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), one / "adapter")
+              for one in (whole, begun)]  # fmt: skip
+    wanted = logits_of(models[0])
+    torch.testing.assert_close(logits_of(models[1]), wanted, atol=1e-5, rtol=1e-5)
+    moved = models[0].get_output_embeddings().weight - untouched.get_output_embeddings().weight
+    assert moved.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("modules", "said"),
+    [
+        (("embed_token",), "embed_token is no module of Qwen2ForCausalLM. Nearest: embed_tokens"),
+        (("act_fn",), "act_fn has no parameters"),
+        (("mlp",), r"mlp means model\.layers\.0\.mlp\.gate_proj, which target_modules names too"),
+    ],
+)
+def test_modules_that_cannot_be_trained_are_refused(base: Path, modules: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ModelError, match=f"modules_to_save: {said}"):
+        build(base, *modules)
+
+
+def test_experts_and_quantised_layers_are_refused(model_folder: Any) -> None:
+    with pytest.raises(ModelError, match=r"modules_to_save: experts means .*\.experts, which is not trained in full"):
+        build(model_folder("qwen2_moe"), "experts", targets=("attention",))
+    with pytest.raises(ModelError, match=r"modules_to_save: o_proj means .*o_proj, whose frozen weights are quantised"):
+        build(model_folder("qwen2_moe"), "o_proj", targets=("q_proj",), weight_format=Int8Format())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gradient_checkpointing": "selective", "optim": "muon"},
+        {"quantization": "int8"},
+        {"method": "grpo", "reward_funcs": [f"{Path(rewards.__file__)}:longest"], "num_generations": 4, "beta": 0.0,
+         "max_completion_length": 8, "global_batch_size": 8},
+    ],
+    ids=["recomputed", "quantised", "grpo"],
+)  # fmt: skip
+def test_runs_in_bfloat16_train_them(settings: dict[str, Any], tmp_path: Path, changes: dict[str, Any]) -> None:
+    if "method" in changes:
+        settings["dataset"] = str(write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "one two"}] * 16))
+    modules = {"modules_to_save": ["embed_tokens", "lm_head", "input_layernorm"], "dtype": "bfloat16"}
+    run = surefoot.train({**settings, **modules, **changes, "max_steps": 2}, screen=False)
+    before = load_file(Path(settings["model"]) / "model.safetensors")
+    saved = load_file(run.run_folder / "adapter/adapter_model.safetensors")
+    whole = {name.removeprefix("base_model.model."): value for name, value in saved.items() if "lora_" not in name}
+    assert len(whole) == 2 + 2
+    for name, value in whole.items():
+        assert value.dtype == torch.float32
+        assert not torch.equal(value, before[name].float()), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tuning": "full"}, "tuning=full .* modules_to_save asks for LoRA"),
+        ({"method": "grpo", "reward_funcs": ["length"], "beta": 0.1}, "beta=0.1 with lm_head in modules_to_save"),
+        ({"method": "grpo", "reward_funcs": ["length"], "beta": 0.0, "rollout_engine": "vllm"},
+         "rollout_engine=vllm with lm_head in modules_to_save"),
+    ],
+)  # fmt: skip
+def test_settings_that_contradict_it_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(
+            None, (), {"model": "m", "dataset": "d", "output_dir": "o", "modules_to_save": "lm_head", **changes}
+        )
