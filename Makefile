@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
+# Compiled modules are kept: the tests start many processes, each of which would compile all of them.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-long fuzz test-matrix test-models test-vllm campaign lint check docs bench gpu clean
 

@@ -212,8 +212,7 @@ class _LoraLinear(torch.autograd.Function):
 
 def _multiply_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
     """Return `scale * x @ y` from one kernel."""
-    product = x.new_empty(x.shape[0], y.shape[1])
-    return torch.addmm(product, x, y, beta=0, alpha=scale, out=product)
+    return x.new_empty(x.shape[0], y.shape[1]).addmm_(x, y, beta=0, alpha=scale)
 
 
 def _multiply_into(dtype: torch.dtype, x: Tensor, y: Tensor) -> Tensor:

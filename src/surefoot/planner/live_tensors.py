@@ -23,6 +23,7 @@ from surefoot.planner.op_costs import ATTENTION_OPS, count_flops, count_moved_by
 DEADLINE_S: ContextVar[float] = ContextVar("deadline_s", default=math.inf)
 """Time of `time.monotonic` at which traces are given up."""
 READ_DEVICE = torch.ops.prim.device.default
+CAST, COPY = torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default
 Moment = tuple[int, int, int]
 """Bytes that are alive at once: (all tensors but gradients, unsharded gradients, logits among the former)."""
 LOGITS = "logits"
@@ -74,6 +75,10 @@ class LiveTensors(TorchDispatchMode):
             raise ModelError("the model's code takes too long to trace")
         if func is READ_DEVICE:  # more than half of all calls; FakeTensorMode takes long to find it
             return args[0].fake_device
+        if func is CAST and len(args) == 2 and not kwargs:  # FakeTensorMode takes it apart anew each time
+            if args[0].dtype == args[1]:
+                return args[0]
+            func, args, kwargs = COPY, args[:1], {"dtype": args[1]}
         output = func(*args, **(kwargs or {}))
         for tensor in list_tensors(output):
             self._track_tensor(tensor)

@@ -101,7 +101,7 @@ def _raise_as_model_error(base: Path) -> Iterator[None]:
 @lru_cache(maxsize=8)
 def sizes_of(spec: ModelSpec) -> Sizes:
     """Return the sizes of a model. Raises: ModelError for a config that no model can be built from."""
-    with _raise_as_model_error(spec.base), FakeTensorMode():
+    with _raise_as_model_error(spec.base), torch.device("meta"):
         check_fields(spec.base)
         return count_sizes(spec.build(is_run=False))
 
