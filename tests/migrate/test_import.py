@@ -722,10 +722,29 @@ def test_runs_of_reward_models_are_carried(words: str) -> None:
 def test_modules_that_are_trained_in_full_are_carried(words: str) -> None:
     run = import_command(words)
     assert get_values(run)["modules_to_save"] == ["embed_tokens", "lm_head"]
-    if "trl" in words:  # the head of a reward model is always trained
-        scored = import_command(words.replace("trl sft", "trl reward").replace("lm_head", "score"))
-        assert get_values(scored)["modules_to_save"] == ["embed_tokens"]
     assert not {name for name in run.left_out if "modules" in name or "additional" in name}
+    if "trl" in words:  # the head of a reward model is always trained
+        for head in ("score", ""):
+            scored = import_command(words.replace("trl sft", "trl reward").replace("lm_head", head))
+            assert get_values(scored)["modules_to_save"] == ["embed_tokens"]
+
+
+def test_parts_that_full_training_leaves_unchanged_are_carried_or_refused() -> None:
+    start = "swift sft --model m --dataset d --train_type"
+    carried = import_command(
+        f"{start} full --freeze_parameters model.embed_tokens lm_head. --freeze_parameters_ratio 0"
+    )
+    assert get_values(carried)["freeze_modules"] == ["model.embed_tokens", "lm_head"]
+    assert not any("freeze" in name for name in carried.left_out)
+    for words in ("freeze_parameters model.layers.1", "freeze_parameters_ratio 0.5", "trainable_parameters lm_head"):
+        with pytest.raises(ConfigError, match=r"freeze_layers and freeze_modules name what full fine-tuning leaves"):
+            import_command(f"{start} full --{words}")
+        assert any(words.split()[0] in name for name in import_command(f"{start} lora --{words}").left_out)
+
+
+def test_groups_of_modules_of_swift_are_refused() -> None:
+    with pytest.raises(ConfigError, match="modules_to_save='all-norm', but expected the names of modules"):
+        import_command("swift sft --model m --dataset d --modules_to_save all-norm")
 
 
 def test_a_reward_model_with_several_labels_is_refused() -> None:

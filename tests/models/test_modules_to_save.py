@@ -1,13 +1,16 @@
 """Modules that are trained in full beside LoRA: the same training as PEFT's, and adapters that PEFT opens."""
 
+import json
 import signal
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
-from safetensors.torch import load_file
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import surefoot
@@ -18,9 +21,10 @@ from surefoot.methods.base import BatchTotals
 from surefoot.methods.sft.method import SftObjective
 from surefoot.models.adapter import read_adapter
 from surefoot.models.build import BuiltModel, build_model, trainable_parameters
+from surefoot.models.decoder_layers import indexer_names
 from surefoot.models.export import merge_adapter
 from surefoot.models.generate import generating
-from surefoot.models.lora import LoraSettings
+from surefoot.models.lora import LoraSettings, checked_targets
 from surefoot.models.quantization.formats import Int8Format
 from surefoot.planner.trace import make_shaped_batch
 from surefoot.training.trainer import train
@@ -36,15 +40,23 @@ CPU = torch.device("cpu")
 BOTH = ("embed_tokens", "lm_head", "model.norm")
 
 
-@pytest.fixture(params=[False, True], ids=["two weights", "one weight"])
+@pytest.fixture(params=["two weights", "one weight", "one weight, stored twice"])
 def base(request: pytest.FixtureRequest, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
     """A model whose output layer has its own weight, or that of the embeddings."""
     folder = tmp_path / "base"
     config = tiny_config("qwen2", vocab_size=512)
-    config.tie_word_embeddings = request.param
+    config.tie_word_embeddings = request.param != "two weights"
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    if request.param == "one weight, stored twice":
+        weights = load_file(folder / "model.safetensors")
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def is_shared(built: BuiltModel) -> bool:
+    return built.model.lm_head.weight is built.model.model.embed_tokens.weight
 
 
 def build(
@@ -64,8 +76,7 @@ def in_full(built: BuiltModel) -> set[str]:
 
 def test_what_is_named_is_trained_in_float32(base: Path) -> None:
     built, _ = build(base, *BOTH, dtype=torch.bfloat16)
-    is_tied = built.model.lm_head.weight is built.model.model.embed_tokens.weight
-    names = {"model.embed_tokens.weight", "model.norm.weight"} | (set() if is_tied else {"lm_head.weight"})
+    names = {"model.embed_tokens.weight", "model.norm.weight"} | (set() if is_shared(built) else {"lm_head.weight"})
     assert in_full(built) == names
     assert {parameter.dtype for parameter in trainable_parameters(built.model).values()} == {torch.float32}
     assert built.autocast
@@ -106,6 +117,9 @@ def test_peft_and_the_merged_folder_give_the_trained_models_logits(
     base: Path, tmp_path: Path, modules: tuple[str, ...]
 ) -> None:
     built, settings = build(base, *modules)
+    shared = {"lm_head.weight": "model.embed_tokens.weight"} if is_shared(built) else {}
+    named = {f"model.{name}.weight".replace("model.lm", "lm").replace("model.model", "model") for name in modules}
+    assert in_full(built) == {shared.get(name, name) for name in named}
     with generating(built.model):
         wanted = logits_of(built.model)
     adapter = save(built, settings, tmp_path / "adapter", base)
@@ -145,13 +159,64 @@ def test_a_run_goes_on_from_its_checkpoint_and_its_adapter(base: Path, data_file
     ("modules", "said"),
     [
         (("embed_token",), "embed_token is no module of Qwen2ForCausalLM. Nearest: embed_tokens"),
-        (("act_fn",), "act_fn has no parameters"),
+        (("act_fn",), "act_fn has nothing to train in"),
         (("mlp",), r"mlp means model\.layers\.0\.mlp\.gate_proj, which target_modules names too"),
+        (("k_proj.lora_A",), "k_proj.lora_A is no module"),
     ],
 )
 def test_modules_that_cannot_be_trained_are_refused(base: Path, modules: tuple[str, ...], said: str) -> None:
     with pytest.raises(ModelError, match=f"modules_to_save: {said}"):
         build(base, *modules)
+
+
+def test_a_shared_weight_is_not_adapted_and_trained_in_full(base: Path) -> None:
+    settings: dict[str, Any] = {"targets": ("q_proj", "lm_head")}
+    if json.loads((base / "config.json").read_text())["tie_word_embeddings"]:
+        with pytest.raises(ModelError, match="modules_to_save: embed_tokens means lm_head, which target_modules names"):
+            build(base, "embed_tokens", **settings)
+    else:
+        assert in_full(build(base, "embed_tokens", **settings)[0]) == {"model.embed_tokens.weight"}
+
+
+def test_names_mean_what_they_do_in_peft(model_folder: Callable[[str], Path]) -> None:
+    folder = model_folder("qwen3_moe")
+    options = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["norm"])
+    peft = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), options)
+    saved = {name for name, parameter in peft.named_parameters() if parameter.requires_grad and "lora_" not in name}
+    names = {name.removeprefix("base_model.model.").replace("modules_to_save.default.", "") for name in saved}
+    assert len(names) > 5
+    assert in_full(build(folder, "norm", targets=("q_proj",))[0]) == names
+
+
+def test_parts_that_get_no_gradient_are_left_out() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("deepseek_v32"))
+    indexer = indexer_names(model)[0]
+    inside = next(name for name, _ in model.get_submodule(indexer).named_parameters()).rpartition(".")[0]
+    settings = LoraSettings(rank=4, alpha=8, targets=("attention",), modules_to_save=(f"{indexer}.{inside}",))
+    with pytest.raises(ModelError, match="modules_to_save: .* is no module"):
+        checked_targets(model, settings)
+    with pytest.raises(ModelError, match="in which nothing gets a gradient"):
+        checked_targets(model, replace(settings, targets=("mlp",), modules_to_save=("self_attn",)))
+
+
+def test_single_layers_are_planned(settings: dict[str, Any], tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    config.num_hidden_layers = 12
+    config.save_pretrained(tmp_path)
+    names = [f"layers.{number}.input_layernorm" for number in range(12)]
+    plan = surefoot.plan({**settings, "model": str(tmp_path), "modules_to_save": names})
+    whole = surefoot.plan({**settings, "model": str(tmp_path)})
+    trained = plan.forecast.sizes.whole.all_trained - whole.forecast.sizes.whole.all_trained
+    assert trained == 12 * config.hidden_size
+
+
+@pytest.mark.parametrize(("text", "names"), [("embed_tokens,", ["embed_tokens"]), (" a , b ", ["a", "b"])])
+def test_names_in_one_text_are_told_apart(text: str, names: list[str]) -> None:
+    given = {"model": "m", "dataset": "d", "output_dir": "o", "modules_to_save": text}
+    assert load_config(None, (), given).run.modules_to_save == names
+    with pytest.raises(ConfigError, match="modules_to_save"):
+        load_config(None, (), {**given, "modules_to_save": ["a", ""]})
 
 
 def test_experts_and_quantised_layers_are_refused(model_folder: Any) -> None:

@@ -26,6 +26,7 @@ from surefoot.methods.rollout.engines.local import LocalEngine
 from surefoot.methods.rollout.types import Request, Sampling
 from surefoot.methods.token_loss import TokenLogprobs, TokenLoss
 from surefoot.models.build import build_model, trainable_parameters
+from surefoot.models.frozen_parts import FrozenParts
 from surefoot.models.vision import image_tokens, vision_names
 from tests.support.data import write_jsonl
 from tests.support.models import SIZES
@@ -126,7 +127,7 @@ def test_a_pack_has_the_loss_and_the_gradients_of_its_rows_alone_in_transformers
     theirs = AutoModelForImageTextToText.from_pretrained(rows.base, attn_implementation="eager")
     total = add_gradients_of_transformers(rows, theirs.eval())
     ours = build_model(
-        rows.base, lora=None, device=torch.device("cpu"), dtype=torch.float32, freeze_vision=False
+        rows.base, lora=None, device=torch.device("cpu"), dtype=torch.float32, frozen=FrozenParts(vision=False)
     ).model.eval()
     batch = collate(rows.samples, rows.reader)
     loss = TokenLoss(ours)(batch)
@@ -286,7 +287,7 @@ def test_families_whose_processor_needs_torchvision_have_the_loss_and_the_gradie
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
     theirs = AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation="eager").eval()
     ours = build_model(
-        tmp_path, lora=None, device=torch.device("cpu"), dtype=torch.float32, freeze_vision=False
+        tmp_path, lora=None, device=torch.device("cpu"), dtype=torch.float32, frozen=FrozenParts(vision=False)
     ).model.eval()
     ids = torch.randint(3, 39, (1, 20))
     text_ids, ids[0, 4:8] = ids.clone(), 40

@@ -12,6 +12,7 @@ from surefoot.data.collate import MicroBatch, collate
 from surefoot.methods.base import BatchTotals
 from surefoot.methods.sft.method import SftObjective
 from surefoot.models.build import build_model, trainable_parameters
+from surefoot.models.frozen_parts import FrozenParts
 from surefoot.models.image_waits import GRID
 from surefoot.models.lora import LoraSettings
 from surefoot.training.step import counts_of
@@ -28,7 +29,7 @@ def loss_of(folder: Path, dtype: torch.dtype, batch: MicroBatch, is_full: bool, 
     lora = None if is_full else LoraSettings(rank=4, alpha=8.0, targets=("all",))
     built = build_model(
         folder, lora=lora, device=torch.device("cpu"), dtype=dtype, gradient_checkpointing=checkpoints,
-        freeze_vision=not is_full,
+        frozen=FrozenParts(vision=not is_full),
     )  # fmt: skip
     context = torch.autocast("cpu", torch.bfloat16) if built.autocast else nullcontext()
     with context:

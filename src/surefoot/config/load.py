@@ -320,9 +320,9 @@ class _Settings:
         if name == "target_modules" and isinstance(value, str) and not REGULAR_EXPRESSION.search(value):
             names = re.split(r"[,\s]+", value.strip())  # q_proj,v_proj, as LLaMA-Factory has it
             return names if len(names) > 1 else value
-        if name == "modules_to_save":
+        if name in ("modules_to_save", "freeze_modules"):
             value = [] if value is None else value
-            return re.split(r"[,\s]+", value.strip()) if isinstance(value, str) else value
+            return re.split(r"[,\s]+", value.strip(", \n")) if isinstance(value, str) else value
         kind = find_item_class(field)
         if kind is not None and value is not None and name not in DATASET_FIELDS:
             return expand_items(value if isinstance(value, list) else [value], kind, setting, name)

@@ -13,7 +13,7 @@ from math import ceil, floor
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 from surefoot.events import FORMER_PHASES, Phase
 
@@ -36,6 +36,7 @@ AUTO = "auto"
 """Value of a setting that is chosen when the run starts."""
 Checkpointing = bool | Literal["selective"]
 """How much of a layer is computed again in the backward: nothing, all but the products of experts, or all."""
+ModuleName = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 BlockSize = Literal[32, 64, 128, 256, 512]
 """Numbers of a row that share a factor in NF4."""
 EPSILON = 1e-9
@@ -242,12 +243,17 @@ class RunConfig(BaseModel):
     `.*layers\\.[0-3]\\.self_attn\\.[qv]_proj`."""
     layers_to_transform: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, min_length=1)
     """Numbers of the decoder layers that LoRA adapts, from 0. Default: all of them."""
-    modules_to_save: list[str] = Field(default_factory=list)
-    """Modules that are trained in full beside LoRA and saved whole in the adapter, by the ends of their names as in
-    PEFT: `embed_tokens`, `lm_head`, `norm`. A weight that embeddings and output layer share stays one weight: naming
-    either of them trains it."""
+    modules_to_save: list[ModuleName] = []
+    """Modules that are trained in full beside LoRA and saved whole in the adapter, by the last characters of their
+    names as in PEFT: `embed_tokens`, `lm_head`, `norm` (all of them). A weight that embeddings and output layer share
+    stays one weight: naming either of them trains it."""
     freeze_vision_tower: bool = True
     """Whether full fine-tuning leaves the vision tower and its patch merger unchanged."""
+    freeze_layers: list[Annotated[int, Field(ge=0)]] = []
+    """Numbers of the decoder layers that full fine-tuning leaves unchanged, from 0."""
+    freeze_modules: list[ModuleName] = []
+    """Modules that full fine-tuning leaves unchanged, by whole parts at the ends of their names: `embed_tokens`,
+    `lm_head`."""
     quantization: Literal["nf4", "int8"] | None = None
     """How LoRA's frozen weights are stored: in four bits (`nf4`, with the package bitsandbytes), in eight (`int8`), or
     as they are computed with. It is of the decoder's linear layers and experts; embeddings, the output layer, norms,

@@ -115,7 +115,21 @@ def _check_tuning(run: RunConfig, non_default: set[str]) -> Iterator[Contradicti
                 "loraplus_lr_ratio",
                 "tuning",
             )
+        if run.router_bias_update_rate and (named := non_default & {"freeze_layers", "freeze_modules"}):
+            yield Contradiction(
+                f"router_bias_update_rate={run.router_bias_update_rate} changes the biases of all routers, also in "
+                f"what {min(named)} leaves unchanged. Drop one of them",
+                "router_bias_update_rate",
+                min(named),
+            )
         return  # the other LoRA settings have no effect then
+    for name in sorted(non_default & {"freeze_layers", "freeze_modules"}):
+        yield Contradiction(
+            f"{name} is of full fine-tuning: LoRA changes no weight of the model. Name what it adapts in "
+            "target_modules and layers_to_transform, or set tuning: full",
+            name,
+            "tuning",
+        )
     if not run.freeze_vision_tower:
         yield Contradiction(
             "freeze_vision_tower=false is of full fine-tuning: LoRA changes no weight of the model. Name vision in "

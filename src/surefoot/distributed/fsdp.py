@@ -48,8 +48,8 @@ class Sharding:
         layers = decoder_layers(model)
         # One group for all LoRA parameters: they are few, and each group costs two collectives per step.
         for blocks in (layers, tower_blocks(model)):
-            if layout.zero_stage == 3 or all(p.requires_grad for block in blocks for p in block.parameters()):
-                for block in blocks:
+            for block in blocks:
+                if layout.zero_stage == 3 or all(parameter.requires_grad for parameter in block.parameters()):
                     self._fully_shard(block, self.meshes.dense, ignored, free=layout.zero_stage == 3)
         self._fully_shard(model, self.meshes.dense, ignored, free=False)
 

@@ -198,8 +198,11 @@ def _map_trained_modules(run: ParsedRun, name: str, value: Any) -> MappedSetting
         if not combined or name != given_keys[-1]:
             return {}
         return {"target_modules": combined[0] if len(combined) == 1 else combined}
-    if ALIASES.get(name, name) == "modules_to_save" and isinstance(value, str):
-        return {"modules_to_save": [part.strip() for part in value.split(",") if part.strip()]}
+    if ALIASES.get(name, name) == "modules_to_save":
+        modules = [part.strip() for item in as_list(value or []) for part in str(item).split(",") if part.strip()]
+        if group := next((module for module in modules if module.startswith("all-")), None):
+            raise run.make_value_error(name, group, "the names of modules, such as embed_tokens and norm")
+        return {"modules_to_save": modules} if modules else {}
     if name == "bf16" and value == "auto":
         return {}
     return ...

@@ -200,8 +200,8 @@ UNSUPPORTED = _index_by_name({
     "sources are mixed by their weights: {path: ..., weight: ...}": "interleave_probs",
     "rows are prepared while training runs, and need not fit in memory": "streaming",
     "A is initialised at random and B is 0": "init_weights init_lora_weights",
-    "no subset of the layers is frozen: tuning is lora or full": "freeze_parameters_ratio freeze_parameters",
-    "tuning and target_modules set what is trained": "trainable_parameters",
+    "with LoRA the weights of the model are frozen anyway": "freeze_parameters_ratio freeze_parameters",
+    "target_modules and modules_to_save set what is trained": "trainable_parameters",
     "a frozen tower keeps no activations, and gradient_checkpointing applies to the decoder":
         "vit_gradient_checkpointing",
     "the loss weighs all trained tokens equally: train_on sets which are trained": "loss_scale",

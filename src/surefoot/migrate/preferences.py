@@ -90,7 +90,7 @@ def map_preferences(run: ParsedRun, name: str, value: Any) -> Mapped:
     if name == "dpo_norm_loss":  # of axolotl
         return {"loss_type": "sigmoid_norm"} if value else {}
     others = [module for module in as_list(value) if module != "score"]
-    if run.method == "reward" and name.endswith("modules_to_save") and 0 < len(others) < len(as_list(value)):
+    if run.method == "reward" and name.endswith("modules_to_save") and others:
         return {"modules_to_save": others}
     if run.method == "reward" and name in OF_HEADS:
         if value not in OF_HEADS[name]:

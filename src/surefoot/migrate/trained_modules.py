@@ -14,6 +14,13 @@ LORA_SETTINGS = (
 TRAIN_TOWERS = frozenset({"TRL", "axolotl"})
 """Programs that train the vision tower of a model unless told otherwise, in full and as part of all linear layers."""
 
+FREEZING = (
+    "freeze_parameters", "freeze_parameters_ratio", "freeze_parameters_regex", "trainable_parameters",
+    "trainable_parameters_regex",
+)  # fmt: skip
+"""Settings of ms-swift for a part of the weights, which it reads in full training alone."""
+WHOLE_NAME = re.compile(r"[\w.]*[^\W\d]\.?", re.ASCII)
+"""Beginning of parameter names that is the name of a module: one that ends with a number begins others, too."""
 EXPERTS = re.compile(r"\bexperts\b")
 """Experts in a target: `shared_experts` are linear layers."""
 
@@ -21,6 +28,8 @@ EXPERTS = re.compile(r"\bexperts\b")
 def choose_trained_modules(imported: ImportedRun) -> None:
     """Decide whether the vision tower is trained, and leave out LoRA settings in full training."""
     is_full, program = imported.get_value("tuning") == "full", imported.program
+    if is_full:
+        _freeze_parts(imported)
     freeze_tower = imported.settings.pop("freeze_vision_tower", None)
     has_tower = has_vision_tower(imported.source, str(imported.get_value("model", "")))
     trains_all = is_full or "all" in as_list(imported.get_value("target_modules", "all"))
@@ -43,6 +52,23 @@ def choose_trained_modules(imported: ImportedRun) -> None:
         value, origin = imported.settings.pop(name, (None, "default of nobody"))
         if not origin.startswith("default of"):
             imported.left_out[f"{name} = {value}"] = "full training uses no LoRA"
+
+
+def _freeze_parts(imported: ImportedRun) -> None:
+    """Carry what full training leaves unchanged. Raises: ConfigError for what is named in another way than here."""
+    for name in FREEZING:
+        value = imported.source.settings.get(name)
+        for key in [key for key in imported.left_out if key.startswith(f"{name} = ")]:
+            del imported.left_out[key]
+        if not value or parse_number(value) == 0:
+            continue
+        where, beginnings = imported.source.locations.get(name, imported.source.program), as_list(value)
+        if name != "freeze_parameters" or not all(WHOLE_NAME.fullmatch(str(each)) for each in beginnings):
+            raise ConfigError(
+                f"{name}={value!r} ({where}): here freeze_layers and freeze_modules name what full fine-tuning leaves "
+                "unchanged, by numbers of layers and names of modules. Drop it there, and set these in the result."
+            )
+        imported.settings["freeze_modules"] = ([str(each).rstrip(".") for each in beginnings], f"{name} of {where}")
 
 
 def _train_vision_tower_only(imported: ImportedRun, name: str, *, is_full: bool, trains_tower: bool) -> None:

@@ -89,6 +89,11 @@ class AdapterContents:
     joined: frozenset[str] = frozenset()
     """Those of them that are shared by two places of the model, for both of which the adapter has the same values."""
 
+    def find_whole(self, name: str, ties: Mapping[str, str]) -> Tensor | None:
+        """Return the values of a parameter that is stored in full, also by the other name of a shared one."""
+        source = ties.get(name, name)
+        return self.whole.get(source if source in self.joined else name)
+
     def as_parameters(self, model: PreTrainedModel) -> "AdapterParameters":
         """Return the adapter as LoRA of one rank of a model, which is read for its names and shapes alone."""
         self._check_fits(model)
@@ -170,10 +175,12 @@ class AdapterParameters:
 def refuse_shared(folder: Path, model: PreTrainedModel, name: str, whole: Tensor, weight: Tensor) -> None:
     """Raise ModelError if an adapter holds a weight in full that has two places in the model, and has changed it.
 
-    PEFT trains one of the two places apart from the other.
+    PEFT trains one of the two places apart from the other. Weights of which the files hold two versions are not shared.
     """
     ties: dict[str, str] = model.all_tied_weights_keys
-    if name in {*ties, *ties.values()} and not torch.equal(whole.to(weight), weight):
+    places = {place for tie in ties.items() if name in tie for place in tie}
+    is_shared = len({id(get_tensor(model, place)) for place in places}) < len(places)
+    if is_shared and not torch.equal(whole.to(weight), weight):
         raise ModelError(
             f"{folder} holds {name} in full, trained apart from the weight with which the model shares it, and cannot "
             "be read. PEFT opens it, and its merge_and_unload writes it as a model."

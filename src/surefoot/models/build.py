@@ -27,8 +27,9 @@ from surefoot.errors import ModelError
 from surefoot.models import attention, experts, score_head, vision
 from surefoot.models.attention_math import leave_out_cudnn
 from surefoot.models.checkpoint_weights import CheckpointWeights
-from surefoot.models.decoder_layers import class_name, decoder_layers, indexer_names
+from surefoot.models.decoder_layers import class_name, decoder_layers
 from surefoot.models.dtensor_blocks import load_full
+from surefoot.models.frozen_parts import ONLY_VISION, FrozenParts, names_frozen
 from surefoot.models.fused_gates import fuse_gates
 from surefoot.models.fused_norms import fuse_norms
 from surefoot.models.fused_rotary import fuse_rotary
@@ -118,7 +119,7 @@ def build_without_storage(
     gradient_checkpointing: Checkpointing,
     packed_attention: str | None,
     layers: int | None = None,
-    freeze_vision: bool = True,
+    frozen: FrozenParts = ONLY_VISION,
     has_score: bool = False,
     is_run: bool = True,
 ) -> BuiltModel:
@@ -148,7 +149,7 @@ def build_without_storage(
         mark_trainable(model, targets)
         _return_states_in(dtype, model, targets)
     else:
-        _freeze(model, _names_frozen(model, freeze_vision=freeze_vision))
+        _freeze(model, names_frozen(model, frozen))
     accept_samples(model)
     kept_choices = KeptChoices(model) if gradient_checkpointing and router_names(model) else None
     if is_run:
@@ -179,7 +180,7 @@ def build_model(
     dtype: torch.dtype,
     gradient_checkpointing: Checkpointing = False,
     sharding: Sharding | None = None,
-    freeze_vision: bool = True,
+    frozen: FrozenParts = ONLY_VISION,
     for_packed_rows: bool = True,
     has_score: bool = False,
     seed: int = 0,
@@ -188,7 +189,7 @@ def build_model(
     """Load a causal LM for training, in full or as this rank's part of it; with `has_score` a reward model.
 
     With LoRA the base is stored in `dtype` and frozen, LoRA (and a score head, and routers, if targeted) in float32.
-    Without, everything (but a vision tower, with `freeze_vision`) is trained, and all is stored in float32, and
+    Without, everything (but for `frozen`) is trained, and all is stored in float32, and
     computed in `dtype` through autocast. `seed`: of a score head that the folder does not have. `is_trained`: false for
     a model that is only run, all of which is stored in `dtype`.
     Raises: ModelError for a folder whose weights do not fill the model exactly, or targets that match nothing.
@@ -203,9 +204,9 @@ def build_model(
     check_generation_config(folder)
     check_weights_fill(folder, has_score=has_score)
     whole = meta_model(folder, has_score=has_score)
-    frozen = _names_frozen(whole, freeze_vision=freeze_vision) if lora is None else set()
+    untrained = names_frozen(whole, frozen) if lora is None else set()
     if not is_trained:
-        frozen |= {name for name, _ in whole.named_parameters()}
+        untrained |= {name for name, _ in whole.named_parameters()}
     attached_targets: list[LoraTargets] = []
     if lora is not None:
         stock = _with_float32(stock, checked_targets(whole, lora).in_full)
@@ -215,7 +216,7 @@ def build_model(
         if lora is not None:
             mark_trainable(model, attached_targets[-1])
         else:
-            _freeze(model, frozen)
+            _freeze(model, untrained)
 
     if sharding is not None:
         cls = _add_sharding_to_class(cls, sharding, mark, CheckpointWeights(folder).weights)
@@ -416,20 +417,6 @@ def _return_states_in(dtype: torch.dtype, model: PreTrainedModel, targets: LoraT
 
     for owner in {name.rpartition(".")[0] for name in targets.whole} if dtype != torch.float32 else ():
         model.get_submodule(owner).register_forward_hook(convert)
-
-
-def _names_frozen(model: PreTrainedModel, *, freeze_vision: bool) -> set[str]:
-    """Return the names of the parameters that full fine-tuning leaves as they are. The model may need no storage.
-
-    They read audio or, with `freeze_vision`, images; or their class freezes them, such as the correction biases of the
-    routers of ERNIE 4.5, and the loader forgets it; or they are of an indexer, where weight decay alone would change
-    them.
-    """
-    beside_text = vision.vision_names(model) if freeze_vision else vision.audio_names(model)
-    indexers = tuple(f"{name}." for name in indexer_names(model))
-    return beside_text | {
-        name for name, parameter in model.named_parameters() if not parameter.requires_grad or name.startswith(indexers)
-    }
 
 
 def _freeze(model: PreTrainedModel, names: Container[str]) -> None:

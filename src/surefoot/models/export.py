@@ -156,7 +156,7 @@ def merge_adapter(
     files = weight_files(base)
     if not files:
         raise ModelError(f"{base} has no *.safetensors weights to merge into.")
-    merger = _Merger(adapter, StoredLayout(base, has_score=has_score))
+    merger = _Merger(adapter, base, StoredLayout(base, has_score=has_score))
     gets_score = has_score and not score_head.is_scorer(read_json_object(base / "config.json"))
     is_rewritten = gets_score or find_quantization(base / "config.json") is not None
     with new_folder(target) as temporary:
@@ -179,8 +179,8 @@ def merge_adapter(
 class _Merger:
     """Adder of an adapter to the weights it belongs to, stored tensor by stored tensor."""
 
-    def __init__(self, adapter: Path, layout: StoredLayout) -> None:
-        self._folder, self._layout = adapter, layout
+    def __init__(self, adapter: Path, base: Path, layout: StoredLayout) -> None:
+        self._folder, self._base, self._layout = adapter, base, layout
         self._content = read_contents(adapter, layout.model)
         self._merged: Counter[tuple[str, ...]] = Counter()
         """Number of stored elements by the parameters that they belong to."""
@@ -194,11 +194,13 @@ class _Merger:
         """Return a stored tensor plus its part of the adapter."""
         place = self._layout.find_place(stored)
         self._merged[place.parameters] += value.numel()
-        full_weight = self._content.whole.get(place.parameters[0])
+        name = place.parameters[0]
+        ties: dict[str, str] = self._layout.model.all_tied_weights_keys
+        full_weight = self._content.find_whole(name, ties)
         if full_weight is not None and place.converter is None:
-            self._check_shape(place.parameters[0], full_weight.shape, value.shape)
-            if place.parameters[0] not in self._content.joined:
-                refuse_shared(self._folder, self._layout.model, place.parameters[0], full_weight, value)
+            self._check_shape(name, full_weight.shape, value.shape)
+            if ties.get(name, name) not in self._content.joined and not self._is_stored_twice(name):
+                refuse_shared(self._folder, self._layout.model, name, full_weight, value)
             value = full_weight.to(value.dtype)
         if not any(name in self._content.low_rank for name in place.parameters):
             return value
@@ -225,6 +227,11 @@ class _Merger:
         if expert is not None and expert >= shape[0]:
             raise ModelError(f"{place.stored} is expert {expert} of {shape[0]}. Nothing was written.")
         return pair.multiply(expert)
+
+    def _is_stored_twice(self, name: str) -> bool:
+        """Return whether the files hold both names of a weight that the model may share, or it shares none."""
+        stored, ties = CheckpointWeights(self._base).weights, self._layout.model.all_tied_weights_keys.items()
+        return all(tied in stored and source in stored for tied, source in ties if name in (tied, source))
 
     def _check_shape(self, parameter: str, update: torch.Size, weight: torch.Size) -> None:
         if update != weight:

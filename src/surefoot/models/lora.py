@@ -27,7 +27,12 @@ from transformers import PreTrainedModel
 from surefoot.config import RunConfig
 from surefoot.config.schema import REGULAR_EXPRESSION
 from surefoot.errors import ModelError
-from surefoot.models.decoder_layers import class_name, decoder_layers, decoder_of, indexer_names
+from surefoot.models.decoder_layers import (
+    class_name,
+    decoder_layers,
+    decoder_of,
+    indexer_names,
+)
 from surefoot.models.dtensor_blocks import block_of
 from surefoot.models.expert_layouts import WITHOUT_STACKS, Stack, expert_stacks
 from surefoot.models.lora_linear import ADAPTED_CLASSES, MAGNITUDE, adopt, can_adopt, create_parameter, is_plain
@@ -336,23 +341,32 @@ def _in_layers(targets: LoraTargets, model: PreTrainedModel, numbers: tuple[int,
 
 
 def _find_whole(model: PreTrainedModel, settings: LoraSettings, targets: LoraTargets) -> list[str]:
-    """Return the names of the parameters in the modules that `modules_to_save` names, a shared one by its first name.
+    """Return the names of the parameters in the modules that `modules_to_save` names, a shared one by all its names.
 
+    Names are matched as in PEFT, by their last characters. Whether a weight is shared is read from the class and the
+    config of the model, because it is tied only after its weights are read.
     Raises: ModelError for a name that matches nothing, and for modules that are trained otherwise, or cannot be.
     """
-    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
-    refusals = _refuse_in_full(model, settings, targets) if settings.modules_to_save else {}
-    whole: dict[str, None] = {}
+    if not settings.modules_to_save:
+        return []
+    ties: dict[str, str] = model.all_tied_weights_keys
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    refusals, in_indexers = _refuse_in_full(model, settings, targets), tuple(f"{n}." for n in indexer_names(model))
+    whole: set[str] = set()
     for end in settings.modules_to_save:
-        matches = {name: module for name, module in model.named_modules() if f".{name}".endswith(f".{end}")}
-        parameters = [parameter for module in matches.values() for parameter in module.parameters()]
-        if not parameters:
+        matches = {name for name, _ in model.named_modules() if name.endswith(end)}
+        matches -= {name for name in matches if f"{name}.".startswith(in_indexers)}
+        inside = {name for name in parameters if name.startswith(tuple(f"{match}." for match in matches))}
+        if not inside:
             raise ModelError(_describe_missing_module(end, model, is_there=bool(matches)))
+        sources = {ties.get(name, name) for name in inside}
+        inside |= {name for name in parameters if ties.get(name, name) in sources}
+        matches |= {name.rpartition(".")[0] for name in inside}
         for refused, reason in refusals.items():
-            if any(f"{refused}.".startswith(f"{name}.") for name in matches):
+            if any(f"{refused}.".startswith(f"{match}.") for match in matches):
                 raise ModelError(f"modules_to_save: {end} means {refused}, {reason}.")
-        whole |= dict.fromkeys(first_names[id(parameter)] for parameter in parameters)
-    return list(whole)
+        whole |= inside
+    return [name for name in parameters if name in whole]
 
 
 def _refuse_in_full(model: PreTrainedModel, settings: LoraSettings, targets: LoraTargets) -> dict[str, str]:
@@ -362,7 +376,7 @@ def _refuse_in_full(model: PreTrainedModel, settings: LoraSettings, targets: Lor
     }
     quantised = _find_stored(model) if settings.weight_format is not FLOAT else {}
     return (
-        dict.fromkeys(indexer_names(model), "to which no gradient flows. Leave it out")
+        dict.fromkeys(indexer_names(model), "in which nothing gets a gradient. Name what is beside it")
         | dict.fromkeys(
             (name.removesuffix(".weight") for name in quantised),
             "whose frozen weights are quantised, and such weights cannot be trained. Name it in target_modules "
@@ -379,8 +393,8 @@ def _refuse_in_full(model: PreTrainedModel, settings: LoraSettings, targets: Lor
 def _describe_missing_module(end: str, model: PreTrainedModel, *, is_there: bool) -> str:
     holders = {name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))}
     near = difflib.get_close_matches(end, sorted({name.rpartition(".")[2] for name in holders}), n=4, cutoff=0.4)
-    problem = "has no parameters" if is_there else "is no module"
-    return f"modules_to_save: {end} {problem} of {class_name(model)}. Nearest: {', '.join(near) or 'none'}."
+    problem = "has nothing to train in" if is_there else "is no module of"
+    return f"modules_to_save: {end} {problem} {class_name(model)}. Nearest: {', '.join(near) or 'none'}."
 
 
 def attach(model: PreTrainedModel, settings: LoraSettings) -> LoraTargets:

@@ -16,6 +16,7 @@ from surefoot.distributed.parallel_dims import Layout
 from surefoot.errors import ConfigError
 from surefoot.methods.registry import method_of
 from surefoot.models import frozen_model
+from surefoot.models.frozen_parts import frozen_parts
 from surefoot.models.lora import lora_settings
 from surefoot.planner.devices import DEVICES, GB, GIB, Device
 from surefoot.planner.memory import Owners, RankSetup, Rollout, Server, forecast_memory
@@ -176,7 +177,7 @@ def forecast(
     layout = Layout.of(run, ranks, where)
     is_float32 = run.dtype == "float32" or (not device.is_gpu and run.dtype != "bfloat16")
     dtype = torch.float32 if is_float32 else torch.bfloat16
-    spec = ModelSpec(base, lora_settings(run), dtype, run.freeze_vision_tower, run.has_score)
+    spec = ModelSpec(base, lora_settings(run), dtype, frozen_parts(run), run.has_score)
     sizes = sizes_of(spec)
     if layout.expert_parallel > 1 and (not sizes.num_experts or sizes.num_experts % layout.expert_parallel):
         raise ConfigError(

@@ -139,7 +139,10 @@ def count_sizes(built: BuiltModel) -> Sizes:
 
 def _find_period(layers: Sequence[nn.Module], kinds: Sequence[str]) -> int | None:
     """Return `Sizes.layer_period` of a decoder's layers and their kinds; empty `kinds` mean that all are of one."""
-    shapes = [tuple((name, parameter.shape) for name, parameter in layer.named_parameters()) for layer in layers]
+    shapes = [
+        tuple((name, parameter.shape, parameter.requires_grad) for name, parameter in layer.named_parameters())
+        for layer in layers
+    ]
     described = list(zip(shapes, kinds or [""] * len(layers), strict=False))
     return next((period for period in range(1, len(described)) if described[period:] == described[:-period]), None)
 

@@ -18,6 +18,7 @@ from surefoot.config.schema import REGULAR_EXPRESSION, Checkpointing
 from surefoot.errors import ModelError, one_line
 from surefoot.methods.base import PlannedLoss
 from surefoot.models.build import BuiltModel, build_without_storage
+from surefoot.models.frozen_parts import FrozenParts
 from surefoot.models.lora import IN_LAYER, LoraSettings
 from surefoot.models.mixing_probe import OTHER_TYPES
 from surefoot.models.pretrained import BAD_CONFIG
@@ -40,7 +41,7 @@ class ModelSpec:
     """Folder of its config.json."""
     lora: LoraSettings | None
     dtype: torch.dtype
-    freeze_vision: bool
+    frozen: FrozenParts
     has_score: bool = False
     """Whether it has a score head in place of its output layer."""
 
@@ -64,7 +65,7 @@ class ModelSpec:
             gradient_checkpointing=checkpointing,
             packed_attention=None if has_own_attention else ATTENTION,
             layers=layers,
-            freeze_vision=self.freeze_vision,
+            frozen=self.frozen,
             has_score=self.has_score,
             is_run=is_run,
         )
@@ -136,7 +137,7 @@ def trace_of(spec: ModelSpec, step: StepSpec, gradient_share: float, expert_para
             )
 
     sizes = sizes_of(spec)
-    targets = spec.lora.targets if spec.lora is not None else ()
+    targets = (*spec.lora.targets, *(f".{name}." for name in spec.lora.modules_to_save)) if spec.lora else ()
     if sizes.layer_period is None or any(IN_LAYER.search(name) or REGULAR_EXPRESSION.search(name) for name in targets):
         return trace_layers(None)  # targets may be in single layers
     few = sizes.layer_period * ceil(FEW_LAYERS / sizes.layer_period)

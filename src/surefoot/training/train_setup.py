@@ -18,6 +18,7 @@ from surefoot.methods.registry import method_of
 from surefoot.methods.token_loss import eval_no_grad
 from surefoot.models.adapter import read_adapter
 from surefoot.models.build import build_model, compile_layers, mark_trainable, meta_model, trainable_parameters
+from surefoot.models.frozen_parts import check_frozen_parts, frozen_parts
 from surefoot.models.lora import attach, check_frozen_weights, checked_targets, format_of_frozen, lora_settings
 from surefoot.models.quantization.bitsandbytes_ops import check_package
 from surefoot.models.quantization.released import find_quantization
@@ -63,13 +64,18 @@ def check_packages(loaded: LoadedConfig) -> None:
 def check_targets(loaded: LoadedConfig, base: Path) -> None:
     """Raise ModelError, with its place in the config, for targets of LoRA that model or `init_adapter` do not have.
 
-    The same for frozen weights that cannot be stored as the config says. Reads no weights of the model, so it comes
-    before the data are prepared. Raises: ModelError for a config.json that is no model's.
+    The same for frozen weights that cannot be stored as the config says, and for parts that cannot be frozen. Reads no
+    weights of the model, so it comes before the data are prepared. Raises: ModelError for a config.json that is no
+    model's.
     """
-    lora = lora_settings(loaded.run)
+    lora, model = lora_settings(loaded.run), meta_model(base, has_score=loaded.run.has_score)
     if lora is None:
+        try:
+            check_frozen_parts(model, frozen_parts(loaded.run))
+        except ModelError as error:
+            setting = str(error).partition(":")[0]
+            raise ModelError(f"{str(error).removesuffix('.')} ({loaded.where(setting)}).") from error
         return
-    model = meta_model(base, has_score=loaded.run.has_score)
     try:
         checked_targets(model, lora)
     except ModelError as error:
@@ -136,7 +142,7 @@ def build_train_context(
         dtype=getattr(torch, config.dtype),
         gradient_checkpointing=config.checkpointing,
         sharding=sharding,
-        freeze_vision=config.freeze_vision_tower,
+        frozen=frozen_parts(config),
         has_score=config.has_score,
         seed=config.seed,
     )
