@@ -27,6 +27,7 @@ from surefoot.models.generate import generating
 from surefoot.models.lora import LoraSettings, checked_targets
 from surefoot.models.quantization.formats import Int8Format
 from surefoot.planner.trace import make_shaped_batch
+from surefoot.training.export import export
 from surefoot.training.trainer import train
 from tests.models.architectures import tiny_config
 from tests.support import rewards
@@ -153,6 +154,28 @@ def test_a_run_goes_on_from_its_checkpoint_and_its_adapter(base: Path, data_file
     torch.testing.assert_close(logits_of(models[1]), wanted, atol=1e-5, rtol=1e-5)
     moved = models[0].get_output_embeddings().weight - untouched.get_output_embeddings().weight
     assert moved.abs().max() > 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")  # of PEFT
+def test_a_weight_of_which_the_files_hold_two_versions_is_two_weights(
+    base: Path, data_file: Path, tmp_path: Path
+) -> None:
+    weights = load_file(base / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 0.1
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    given = {"model": str(base), "dataset": str(data_file), "output_dir": str(tmp_path / "run"), "device": "cpu",
+             "modules_to_save": ["embed_tokens", "lm_head"], "max_steps": 2, "save_steps": 1, "learning_rate": 1e-2,
+             "max_length": 128, "report": False}  # fmt: skip
+    run = surefoot.train(given, screen=False).run_folder
+    logits = []
+    for step, merges in ((None, False), (2, False), (None, True)):
+        target = export(run, tmp_path / f"{step}-{merges}", merge=merges, step=step)
+        model = AutoModelForCausalLM.from_pretrained(target if merges else base)
+        logits.append(logits_of(model if merges else PeftModel.from_pretrained(model, target)))
+    for found in logits:
+        torch.testing.assert_close(found, logits[0], atol=1e-4, rtol=1e-4)
+    opened, _ = load(ModelFiles(base, run / "adapter", "it"))
+    torch.testing.assert_close(logits_of(opened), logits[0], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

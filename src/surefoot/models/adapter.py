@@ -47,11 +47,11 @@ def write_adapter(
     `shapes`: shapes of all parameters, by the model's names, and of the `tensors_beside` them. `values` come
     in the same order; none is kept. `model` is read for its names alone.
     """
-    layout, names_of = PeftLayout(model), _names_by_first(model)
+    layout, places = PeftLayout(model), _list_places(model, shapes)
 
     def convert(first: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the keys and values of a tensor, in each place of the model that shares it."""
-        for name in names_of.get(first, [first]):
+        for name in places[first]:
             key, as_stored = layout.convert_to_file(name, value, shapes)
             yield f"{PREFIX}{layout.spell(key)}", as_stored
 
@@ -61,17 +61,21 @@ def write_adapter(
         for first, value in values:
             for item in convert(first, value.detach().float()):
                 file.write(*item)
-    names = [name for first in shapes for name in names_of.get(first, [first])]
+    names = [name for first in shapes for name in places[first]]
     config = _build_peft_config(names, settings, base_model, model, is_shared=len(names) > len(shapes))
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _names_by_first(model: PreTrainedModel) -> dict[str, list[str]]:
-    """Return all names of each parameter, by the first of them: embeddings may be the output layer's weight, too."""
+def _list_places(model: PreTrainedModel, trained: Collection[str]) -> dict[str, list[str]]:
+    """Return the names of each trained tensor and of other places that share it: output layers may share embeddings.
+
+    Two tensors that are both trained are not shared, whatever the config says: the files hold two versions.
+    """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    return {all_names[0]: all_names for all_names in names.values()}
+    others = {shared[0]: shared[1:] for shared in names.values()}
+    return {name: [name, *(other for other in others.get(name, ()) if other not in trained)] for name in trained}
 
 
 def tensors_beside(model: PreTrainedModel, trained: Collection[str]) -> list[str]:

@@ -27,12 +27,7 @@ from transformers import PreTrainedModel
 from surefoot.config import RunConfig
 from surefoot.config.schema import REGULAR_EXPRESSION
 from surefoot.errors import ModelError
-from surefoot.models.decoder_layers import (
-    class_name,
-    decoder_layers,
-    decoder_of,
-    indexer_names,
-)
+from surefoot.models.decoder_layers import class_name, decoder_layers, decoder_of, indexer_names
 from surefoot.models.dtensor_blocks import block_of
 from surefoot.models.expert_layouts import WITHOUT_STACKS, Stack, expert_stacks
 from surefoot.models.lora_linear import ADAPTED_CLASSES, MAGNITUDE, adopt, can_adopt, create_parameter, is_plain
