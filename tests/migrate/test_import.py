@@ -740,6 +740,8 @@ def test_parts_that_full_training_leaves_unchanged_are_carried_or_refused() -> N
         with pytest.raises(ConfigError, match=r"freeze_layers and freeze_modules name what full fine-tuning leaves"):
             import_command(f"{start} full --{words}")
         assert any(words.split()[0] in name for name in import_command(f"{start} lora --{words}").left_out)
+    with pytest.raises(ConfigError, match=r"finetuning_type='freeze', but expected lora or full: .*freeze_layers"):
+        import_command("llamafactory-cli train --model_name_or_path m --dataset d --finetuning_type freeze")
 
 
 def test_groups_of_modules_of_swift_are_refused() -> None:

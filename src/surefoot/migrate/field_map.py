@@ -198,6 +198,10 @@ def _map_trained_modules(run: ParsedRun, name: str, value: Any) -> MappedSetting
         if not combined or name != given_keys[-1]:
             return {}
         return {"target_modules": combined[0] if len(combined) == 1 else combined}
+    if ALIASES.get(name, name) == "tuning" and value == "freeze":
+        raise run.make_value_error(
+            name, value, "lora or full: here tuning: full trains what freeze_layers and freeze_modules do not name"
+        )
     if ALIASES.get(name, name) == "modules_to_save":
         modules = [part.strip() for item in as_list(value or []) for part in str(item).split(",") if part.strip()]
         if group := next((module for module in modules if module.startswith("all-")), None):
