@@ -744,6 +744,13 @@ def test_parts_that_full_training_leaves_unchanged_are_carried_or_refused() -> N
         import_command("llamafactory-cli train --model_name_or_path m --dataset d --finetuning_type freeze")
 
 
+@pytest.mark.parametrize("start", ["pissa_niter_16", "olora", "lora-ga"])
+def test_starts_that_change_the_base_are_refused(start: str) -> None:
+    with pytest.raises(ConfigError, match=f"init_weights='{start}', but expected true"):
+        import_command(f"swift sft --model m --dataset d --init_weights {start}")
+    assert get_values(import_command("swift sft --model m --dataset d --init_weights gaussian"))["tuning"] == "lora"
+
+
 def test_groups_of_modules_of_swift_are_refused() -> None:
     with pytest.raises(ConfigError, match="modules_to_save='all-norm', but expected the names of modules"):
         import_command("swift sft --model m --dataset d --modules_to_save all-norm")

@@ -45,6 +45,8 @@ SWITCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """Peer setting -> Surefoot settings (if it is on, if it is off)."""
 CARRIED_ELSEWHERE = frozenset({"stage", "rlhf_type", "rl", "freeze_llm", "freeze_language_model"})
 """Peer settings that are carried as the method or with the target modules."""
+CHANGE_THE_BASE = ("pissa", "olora", "loftq", "corda", "lora-ga", "lora_ga")
+"""Beginnings of the names of starts of LoRA that take the pair away from the weights of the base."""
 TARGET_MODULES = ("lora_target", "lora_target_modules", "target_modules")
 TARGET_PARAMETERS = ("lora_target_parameters", "target_parameters")
 """Peer settings that name what LoRA adapts: linear layers, and stacks of experts."""
@@ -202,6 +204,8 @@ def _map_trained_modules(run: ParsedRun, name: str, value: Any) -> MappedSetting
         raise run.make_value_error(
             name, value, "lora or full: here tuning: full trains what freeze_layers and freeze_modules do not name"
         )
+    if name in ("init_weights", "init_lora_weights") and str(value).lower().startswith(CHANGE_THE_BASE):
+        raise run.make_value_error(name, value, "true: a start that changes the base is not carried")
     if ALIASES.get(name, name) == "modules_to_save":
         modules = [part.strip() for item in as_list(value or []) for part in str(item).split(",") if part.strip()]
         if group := next((module for module in modules if module.startswith("all-")), None):
