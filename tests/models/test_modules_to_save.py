@@ -163,10 +163,10 @@ def test_a_weight_of_which_the_files_hold_two_versions_is_two_weights(
     weights = load_file(base / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 0.1
     save_file(weights, base / "model.safetensors", {"format": "pt"})
-    given = {"model": str(base), "dataset": str(data_file), "output_dir": str(tmp_path / "run"), "device": "cpu",
+    values = {"model": str(base), "dataset": str(data_file), "output_dir": str(tmp_path / "run"), "device": "cpu",
              "modules_to_save": ["embed_tokens", "lm_head"], "max_steps": 2, "save_steps": 1, "learning_rate": 1e-2,
              "max_length": 128, "report": False}  # fmt: skip
-    run = surefoot.train(given, screen=False).run_folder
+    run = surefoot.train(values, screen=False).run_folder
     logits = []
     for step, merges in ((None, False), (2, False), (None, True)):
         target = export(run, tmp_path / f"{step}-{merges}", merge=merges, step=step)
@@ -236,10 +236,10 @@ def test_single_layers_are_planned(settings: dict[str, Any], tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("text", "names"), [("embed_tokens,", ["embed_tokens"]), (" a , b ", ["a", "b"])])
 def test_names_in_one_text_are_told_apart(text: str, names: list[str]) -> None:
-    given = {"model": "m", "dataset": "d", "output_dir": "o", "modules_to_save": text}
-    assert load_config(None, (), given).run.modules_to_save == names
+    values = {"model": "m", "dataset": "d", "output_dir": "o", "modules_to_save": text}
+    assert load_config(None, (), values).run.modules_to_save == names
     with pytest.raises(ConfigError, match="modules_to_save"):
-        load_config(None, (), {**given, "modules_to_save": ["a", ""]})
+        load_config(None, (), {**values, "modules_to_save": ["a", ""]})
 
 
 def test_experts_and_quantised_layers_are_refused(model_folder: Any) -> None:
