@@ -22,7 +22,6 @@ from surefoot.methods.sft.method import SftObjective
 from surefoot.models.adapter import read_adapter
 from surefoot.models.build import BuiltModel, build_model, trainable_parameters
 from surefoot.models.decoder_layers import indexer_names
-from surefoot.models.export import merge_adapter
 from surefoot.models.generate import generating
 from surefoot.models.lora import LoraSettings, checked_targets
 from surefoot.models.quantization.formats import Int8Format
@@ -31,7 +30,7 @@ from surefoot.training.export import export
 from surefoot.training.trainer import train
 from tests.models.architectures import tiny_config
 from tests.support import rewards
-from tests.support.adapters import logits_of, save
+from tests.support.adapters import check_peft_and_merge, logits_of, save
 from tests.support.data import write_jsonl
 from tests.support.runs import SignalAfter, assert_same_run
 
@@ -124,10 +123,7 @@ def test_peft_and_the_merged_folder_give_the_trained_models_logits(
     with generating(built.model):
         wanted = logits_of(built.model)
     adapter = save(built, settings, tmp_path / "adapter", base)
-    with_peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
-    torch.testing.assert_close(logits_of(with_peft), wanted, atol=1e-4, rtol=1e-4)
-    merged = merge_adapter(base, adapter, tmp_path / "merged")
-    torch.testing.assert_close(logits_of(AutoModelForCausalLM.from_pretrained(merged)), wanted, atol=1e-4, rtol=1e-4)
+    check_peft_and_merge(base, adapter, wanted, tmp_path / "merged")
     opened, _ = load(ModelFiles(base, adapter, "it"))
     torch.testing.assert_close(logits_of(opened), wanted, atol=1e-4, rtol=1e-4)
     shapes = {name: parameter.shape for name, parameter in trainable_parameters(built.model).items()}

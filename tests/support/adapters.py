@@ -3,9 +3,12 @@
 from pathlib import Path
 
 import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from surefoot.models.adapter import get_tensor, tensors_beside, write_adapter
 from surefoot.models.build import BuiltModel, build_model, trainable_parameters
+from surefoot.models.export import merge_adapter
 from surefoot.models.lora import LoraSettings
 
 TARGETS = {
@@ -29,6 +32,14 @@ def save(built: BuiltModel, settings: LoraSettings, folder: Path, base: Path) ->
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     write_adapter(folder, shapes, tensors.items(), settings, str(base), built.model)
     return folder
+
+
+def check_peft_and_merge(base: Path, adapter: Path, wanted: torch.Tensor, merged: Path) -> None:
+    """Check that PEFT, and transformers after a merge into the folder `merged`, give the wanted logits."""
+    with_peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+    torch.testing.assert_close(logits_of(with_peft), wanted, atol=1e-4, rtol=1e-4)
+    model = AutoModelForCausalLM.from_pretrained(merge_adapter(base, adapter, merged))
+    torch.testing.assert_close(logits_of(model), wanted, atol=1e-4, rtol=1e-4)
 
 
 def trained_model(

@@ -508,7 +508,7 @@ class RunConfig(BaseModel):
 
     @property
     def trained_in_full(self) -> dict[str, str]:
-        """What LoRA trains in full beside its pairs, each with the setting that names it; empty with full tuning."""
+        """Names of parts that LoRA trains in full, each with the setting that has it; empty for full fine-tuning."""
         targets = [self.target_modules] if isinstance(self.target_modules, str) else self.target_modules
         routers = {"router": "target_modules"} if "router" in targets else {}
         return (dict.fromkeys(self.modules_to_save, "modules_to_save") | routers) if self.tuning == "lora" else {}

@@ -89,10 +89,10 @@ def map_preferences(run: ParsedRun, name: str, value: Any) -> Mapped:
         return {"shuffle": value == "random"}
     if name == "dpo_norm_loss":  # of axolotl
         return {"loss_type": "sigmoid_norm"} if value else {}
-    others = [module for module in as_list(value) if module != "score"]
-    if run.method == "reward" and name.endswith("modules_to_save") and others:
-        return {"modules_to_save": others}
     if run.method == "reward" and name in OF_HEADS:
+        others = [module for module in as_list(value) if module != "score"]
+        if name.endswith("modules_to_save") and others:
+            return {"modules_to_save": others}
         if value not in OF_HEADS[name]:
             raise run.make_value_error(name, value, f"{OF_HEADS[name][0]}: a reward model has one score")
         return {}

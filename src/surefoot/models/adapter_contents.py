@@ -87,7 +87,7 @@ class AdapterContents:
     whole: dict[str, Tensor]
     """Parameters that were trained in full, and others that are stored in full."""
     joined: frozenset[str] = frozenset()
-    """Those of them that are shared by two places of the model, for both of which the adapter has the same values."""
+    """Names of parameters in full that two places of the model share, with the same values in the adapter for both."""
 
     def find_whole(self, name: str, ties: Mapping[str, str]) -> Tensor | None:
         """Return the values of a parameter that is stored in full, also by the other name of a shared one."""

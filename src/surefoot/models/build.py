@@ -189,7 +189,7 @@ def build_model(
     """Load a causal LM for training, in full or as this rank's part of it; with `has_score` a reward model.
 
     With LoRA the base is stored in `dtype` and frozen, LoRA (and a score head, and routers, if targeted) in float32.
-    Without, everything (but for `frozen`) is trained, and all is stored in float32, and
+    Without, everything (but the parts in `frozen`) is trained, and all is stored in float32, and
     computed in `dtype` through autocast. `seed`: of a score head that the folder does not have. `is_trained`: false for
     a model that is only run, all of which is stored in `dtype`.
     Raises: ModelError for a folder whose weights do not fill the model exactly, or targets that match nothing.

@@ -35,11 +35,6 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     return nn.ModuleList()
 
 
-def modules_ending_with(model: PreTrainedModel, end: str) -> dict[str, nn.Module]:
-    """Return the modules of a name, or whose names end with it after a dot, by their full names."""
-    return {name: module for name, module in model.named_modules() if f".{name}".endswith(f".{end}")}
-
-
 def indexer_names(model: PreTrainedModel) -> list[str]:
     """Return the names of the parts of sparse attention that choose which tokens a token attends to.
 

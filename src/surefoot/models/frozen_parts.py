@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from surefoot.config import RunConfig
 from surefoot.errors import ModelError
 from surefoot.models import vision
-from surefoot.models.decoder_layers import class_name, decoder_layers, indexer_names, modules_ending_with
+from surefoot.models.decoder_layers import class_name, decoder_layers, indexer_names
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def names_frozen(model: PreTrainedModel, parts: FrozenParts) -> set[str]:
     """
     layers = list(decoder_layers(model))
     owners: list[nn.Module] = [layers[number] for number in parts.layers if number < len(layers)]
-    owners += [module for end in parts.modules for module in modules_ending_with(model, end).values()]
+    owners += [module for end in parts.modules for module in _modules_named(model, end)]
     chosen = {id(parameter) for owner in owners for parameter in owner.parameters()}
     beside_text = vision.vision_names(model) if parts.vision else vision.audio_names(model)
     indexers = tuple(f"{name}." for name in indexer_names(model))
@@ -52,6 +52,11 @@ def names_frozen(model: PreTrainedModel, parts: FrozenParts) -> set[str]:
     }
 
 
+def _modules_named(model: PreTrainedModel, end: str) -> list[nn.Module]:
+    """Return the modules of a name, or whose names end with it after a dot."""
+    return [module for name, module in model.named_modules() if f".{name}".endswith(f".{end}")]
+
+
 def check_frozen_parts(model: PreTrainedModel, parts: FrozenParts) -> None:
     """Raise ModelError, which begins with the setting, for a part that a model does not have, or if all is frozen."""
     count = len(decoder_layers(model))
@@ -60,7 +65,7 @@ def check_frozen_parts(model: PreTrainedModel, parts: FrozenParts) -> None:
             f"freeze_layers: {class_name(model)} has {count} layers, from 0 to {count - 1}, and no layer {missing[0]}."
         )
     for end in parts.modules:
-        if not any(True for module in modules_ending_with(model, end).values() for _ in module.parameters()):
+        if not any(True for module in _modules_named(model, end) for _ in module.parameters()):
             raise ModelError(f"freeze_modules: {end} is no module of {class_name(model)} that has parameters.")
     if len(names_frozen(model, parts)) == len(list(model.named_parameters())):
         setting = "freeze_modules" if parts.modules else "freeze_layers"

@@ -41,12 +41,13 @@ def limit_trace_time(seconds: float) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Block:
-    """What the forward of a block took that keeps nothing for a backward."""
+    """Output and cost of the forward of a block that keeps nothing for a backward."""
 
     output: Any
     """Its output, with a function that makes such a tensor in the place of each tensor."""
     flops: int
     moved: int
+    """Bytes that ops other than matrix products read and write."""
     extra: int
     """The most bytes that were alive in it beyond those before it."""
 
